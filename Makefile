@@ -12,7 +12,7 @@ PARALLEL := -n $(JOBS) --maxschedchunk 4
 GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-drills
 
-.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster test-all test-newest e2e gpu gpu-1 gpu-2 check docs
+.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster test-all test-newest e2e gpu gpu-1 gpu-2 check docs site
 
 PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 
@@ -30,6 +30,10 @@ STREAMING := mosaicml-streaming brotli catalogue cramjam python-snappy zstd
 
 .venv/.e2e: pyproject.toml constraints.txt .venv/.dev
 	$(PIP_INSTALL) -e ".[e2e]"
+	@touch $@
+
+.venv/.docs: pyproject.toml constraints.txt .venv/.train
+	$(PIP_INSTALL) -e ".[docs]"
 	@touch $@
 
 install: .venv/.train
@@ -88,6 +92,10 @@ check: .venv/.dev
 	PYTHONPATH=app $(BIN)/lint-imports
 	$(BIN)/python -m tests.prose
 
-# The pages that are made from the code: docs/events.md and docs/reference.md.
+# The pages that are made from the code: docs/reference.md, docs/events.md, docs/command_line.md and docs/programs.md.
 docs: .venv/.dev
 	$(BIN)/python -m tests.documents
+
+# The documentation, with search: docs/_build/html/index.html. A warning, such as a broken link, is an error.
+site: .venv/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html

@@ -1,20 +1,20 @@
-"""Command line: `python main.py [verb] --config FILE [key=value ...]`."""
+"""Command line: `steadfast [verb] --config FILE [key=value ...]`."""
 
 import os
 import select
 import signal
 import sys
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
-from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from textwrap import fill
 
 from steadfast.commands import VERBS
-from steadfast.commands.options import is_override, unknown_verb
-from steadfast.errors import SteadfastError, UsageError
-from steadfast.launch.ranks import end_rank, of_torchrun, traceback_of
+from steadfast.commands.options import is_override, parser_of, unknown_verb
+from steadfast.errors import SteadfastError, UsageError, shortened, traceback_of
+from steadfast.launch.ranks import end_rank, of_torchrun
 from steadfast.run.interrupts import EXIT_STOPPED, stop_requested
 from steadfast.units import printable
 
@@ -22,9 +22,9 @@ _HELP_WIDTH = 100
 _EXIT_PIPE = 128 + signal.SIGPIPE  # the exit code that shells report for a program killed by SIGPIPE
 
 TRY = """Three commands to try:
-  python main.py --config ddp.yaml                     train a small GPT on this machine
-  python main.py --config ddp.yaml optimizer.lr=3e-4   the same with another learning rate
-  python main.py --help                                show all verbs and options"""
+  steadfast init FOLDER      write a starter to change: configuration, your own code, cluster file
+  steadfast --config FILE    train; in a checkout, python main.py --config ddp.yaml trains a small GPT
+  steadfast --help           show all verbs and options"""
 
 HELP = """usage: steadfast [verb] --config FILE [key=value ...]
 {verbs}
@@ -41,6 +41,7 @@ exit codes: 0 finished, 1 training failed, 2 bad usage or configuration, 3 stopp
 
 options:
   -h, --help            show this help and exit; after a verb, show the help of the verb
+  --version             show the versions of steadfast, torch and ray, and exit
   -c FILE, --config FILE
                         configuration to train
   -v, --verbose         show tracebacks, phase times and Ray's own messages"""
@@ -86,7 +87,7 @@ def main(started_s: float, argv: Sequence[str] | None = None) -> int:
         if of_torchrun():
             text = "".join(traceback.format_exception(error))
             if not verbose:
-                text = traceback_of(error)
+                text = shortened(traceback_of(error))
             end_rank(error, text)
         raise
 
@@ -122,14 +123,11 @@ def _run(arguments: list[str], started_s: float) -> int:
         if "-h" in rest or "--help" in rest:
             print(HELP.format(verbs=_describe_verbs()))
             return 0
+        if "--version" in rest:
+            print(_versions())
+            return 0
         name = "train"
-    # Only the module of this verb is imported, so that other verbs can neither slow it down nor break it.
-    verb = import_module(f"steadfast.commands.{name}")
-    usage = f"steadfast {VERBS[name].usage} [options]"
-    parser = ArgumentParser(f"steadfast {name}", usage, VERBS[name].summary, allow_abbrev=False)
-    verb.add_arguments(parser)
-    parser.add_argument("--cluster", metavar="FILE", help="run on the cluster that `ray up FILE` started")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks, phase times, Ray's own messages")
+    parser, verb = parser_of(name)
     # Intermixed parsing allows overrides on both sides of an option. Argparse itself exits with 0 after help and with 2
     # after an error.
     return int(verb.run(parser.parse_intermixed_args(rest, Namespace(arguments=arguments, started_s=started_s))))
@@ -148,11 +146,24 @@ def split_verb(arguments: list[str]) -> tuple[str | None, list[str]]:
         raise unknown_verb(first)
     before = ""
     for index, word in enumerate(arguments):
-        # The file after such an option may have the name of a verb.
-        if word in VERBS and before not in ("-c", "--config", "--cluster"):
+        # The file or folder after such an option may have the name of a verb.
+        if word in VERBS and before not in ("-c", "--config", "--cluster", "--storage"):
             return word, arguments[:index] + arguments[index + 1 :]
         before = word
     return None, arguments
+
+
+def _versions() -> str:
+    """Return the versions of this program, torch and Ray in one line."""
+    found = []
+    for package in ("steadfast", "torch", "ray"):
+        # Importing the packages would take seconds. Their metadata can be missing: runs under torchrun need no Ray, and
+        # a checkout may be used without an installation.
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} not installed")
+    return ", ".join(found)
 
 
 def _describe_verbs() -> str:

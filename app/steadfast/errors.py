@@ -12,7 +12,17 @@ SteadfastError
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+_PROGRAM = Path(__file__).parent
+_LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+_NUM_LINES = 20  # of a traceback on the console
+_NUM_FIRST = 8  # of these, before the lines that are left out
 
 
 class SteadfastError(Exception):
@@ -105,3 +115,39 @@ def as_exception(error: BaseException) -> Exception:
     if told:
         message += f" ({told})"
     return UserExit(message).with_traceback(error.__traceback__)
+
+
+def traceback_of(error: Exception) -> str:
+    """Return an error's traceback, beginning with the user's own code.
+
+    Without a frame of the user's code it begins with the first frame of a library, or else is whole.
+    """
+    start = _first_frame(error, lambda file: not _is_own(file) and not _is_of_library(file))
+    start = start or _first_frame(error, lambda file: not _is_own(file)) or error.__traceback__
+    # `with_traceback` would change the error itself, whose frames the worker still has to clear.
+    return "".join(traceback.format_exception(type(error), error, start)).rstrip()
+
+
+def shortened(text: str) -> str:
+    """Return a traceback in at most twenty lines, without lines of its middle."""
+    lines = text.splitlines()
+    num_left_out = len(lines) - _NUM_LINES + 1
+    if num_left_out < 2:
+        return text
+    note = f"  ... {num_left_out} lines left out, which -v shows"
+    return "\n".join([*lines[:_NUM_FIRST], note, *lines[_NUM_FIRST + num_left_out :]])
+
+
+def _first_frame(error: Exception, accepts: Callable[[str], bool]) -> TracebackType | None:
+    frame = error.__traceback__
+    while frame is not None and not accepts(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return frame
+
+
+def _is_own(file: str) -> bool:
+    return Path(file).is_relative_to(_PROGRAM) or Path(file) == _PROGRAM.parents[1] / "main.py"
+
+
+def _is_of_library(file: str) -> bool:
+    return any(Path(file).is_relative_to(place) for place in _LIBRARIES)

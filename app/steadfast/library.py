@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -34,6 +34,7 @@ from steadfast.config import (
     TargetTask,
     ValidationTarget,
     load_config,
+    with_values,
 )
 from steadfast.config.variables import given_variables, taken_variables
 from steadfast.data import Dataset
@@ -41,7 +42,8 @@ from steadfast.data.datasets import Collate
 from steadfast.data.order import Order
 from steadfast.data.randomness import kept_randomness
 from steadfast.errors import TrainingError, UsageError
-from steadfast.launch.detect import under_torchrun
+from steadfast.launch.detect import in_ray_program, under_torchrun
+from steadfast.launch.ray import launch_within
 from steadfast.launch.torchrun import Command, Ending, Place, train_here
 from steadfast.parallel import strategy_of
 from steadfast.parallel.precision import build_precision
@@ -59,8 +61,9 @@ class Result:
 
     Attributes:
         summary: the content of `summary.json`. Its `status` is "finished" or "stopped".
-        model: the trained model on its device. None under fsdp, because no process holds the whole model.
-        directory: the run directory. `main.py export DIRECTORY --out FILE` writes the weights, also after fsdp.
+        model: the trained model on its device, which is the CPU after workers of Ray have trained. None under fsdp,
+            because no process holds the whole model.
+        directory: the run directory. `steadfast export DIRECTORY --out FILE` writes the weights, also after fsdp.
     """
 
     summary: dict[str, Any]
@@ -82,31 +85,31 @@ def fit(
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     schedule: Callable[..., float] | None = None,
     hooks: Sequence[Any] = (),
+    scaling: ScalingConfig | Mapping[str, Any] | None = None,
     return_finished: bool = False,
     verbose: bool = False,
 ) -> Result:
-    """Train in this process, or with all processes that torchrun started.
+    """Train in this process, in those that torchrun started, or with elastic workers under Ray.
 
-    Ray is not used. A second call with the same arguments resumes an unfinished run, and returns the model of a
-    finished run.
+    Workers of Ray train if `scaling` is given, or if Ray runs in this program and the configuration gives a largest
+    `scaling.num_workers` above 1. The same call resumes an unfinished run, and returns the model of a finished run.
+    docs/your_own.md describes both, and what the first and the second Ctrl-C do.
 
     Args:
         config: a configuration, or the path of a file. The arguments below replace its sections.
         overrides: overrides of the file, such as "optimizer.lr=3e-4".
-        model: a model, of which a copy is trained from its current weights (under torchrun from those of rank 0); or a
-            function that returns a model.
+        model: a model, of which a copy is trained from its current weights; or a function that returns a model.
         dataset: a map-style dataset.
         validation: a separate dataset for validation.
         collate: makes a batch from a list of training samples. By default samples are stacked.
-        validation_collate: makes a batch from a list of validation samples. `collate` is not used for validation.
+        validation_collate: the same for validation, for which `collate` is not used.
         order: "sequential", or a function (`steadfast.data.order.Order`). By default samples are shuffled.
-        task: an object with a method `loss(model, batch)` that returns `Sums`, or that method as a function; or an
-            object with `embed(model, batch)` and `loss(embeddings)`. See `Task`.
+        task: a `Task`: an object, or its method `loss(model, batch)`, which returns `Sums`.
         optimizer: called with `params` and `lr`, such as `torch.optim.SGD`.
         schedule: called with a step, counted from 1, and `num_steps`. It returns a factor of `optimizer.lr`.
         hooks: objects or classes, in addition to the hooks of the configuration.
-        return_finished: return the model of a finished run even if the run was trained with other values, such as
-            another `optimizer.lr`. Another seed, model, dataset, task or kind of optimizer is always an error.
+        scaling: values for keys of the section `scaling`, such as {"num_workers": [1, 4]}. They may change in a resume.
+        return_finished: return the model of a finished run even if other values trained it, such as another rate.
         verbose: print the same details as `-v`.
 
     Raises:
@@ -118,6 +121,11 @@ def fit(
         config = load_config(os.fspath(config), overrides)
     elif overrides:
         raise UsageError("overrides need a configuration file; to change a Config, pass a changed copy of it")
+    if scaling is not None:
+        config = _with_scaling(config, scaling)
+    under_ray = _is_for_ray(config.scaling, asked=scaling is not None)
+    if under_ray and isinstance(model, nn.Module):
+        model = _copied(model).cpu()  # a worker may have no GPU of the same number
     data = _with_dataset(config.data, dataset, collate)
     data = _with_validation(data, validation, validation_collate)
     sections: dict[str, Any] = {"data": _with_order(data, order), "hooks": (*config.hooks, *_hooks(hooks))}
@@ -134,23 +142,83 @@ def fit(
     config = config.model_copy(update=sections)
     with _only_call():
         taken_variables(config.cluster, os.environ)  # called for its error if a variable is missing
-        # This process is a worker too, so it gets the variables that the configuration gives to workers.
+        # This process, or its children, are workers and get the variables that the configuration gives to workers.
         os.environ.update(given_variables(config.cluster))
-        place = _place(config.scaling)
-        _check_num_workers(config.scaling, place)
-        # The path is resolved here once, because the user's code may change the working directory.
-        directory = RunDirectory.of(config)
-        # Training seeds the random generators. Without `kept_randomness` a hyperparameter search that draws a learning
-        # rate before each call would draw the same rate from the second call on.
+        # A second Ctrl-C must end the training, but not the notebook.
+        command = Command(config, started_s, started_s, owns_process=False, return_finished=return_finished)
+        # Training and `build_initial` seed the random generators. Without `kept_randomness` a hyperparameter search
+        # that draws a learning rate before each call would draw the same rate from the second call on.
         with kept_randomness(), closing(Console(verbose)) as console:
-            if place.rank == 0:
-                console.stage("starting", started_s)
-            if isinstance(model, nn.Module):
-                _take_weights_of_first(model, place)
-            # A second Ctrl-C must end the training, but not the notebook.
-            command = Command(config, started_s, started_s, owns_process=False, return_finished=return_finished)
-            ending = train_here(command, directory, place, console)
-            return _result(command, directory, place, ending)
+            if under_ray:
+                return _fit_under_ray(command, console)
+            return _fit_here(command, model, console)
+
+
+def _fit_here(command: Command, model: nn.Module | Callable[[], nn.Module] | None, console: Console) -> Result:
+    """Train in this process, with the other processes of torchrun if there are any."""
+    config = command.config
+    place = _place(config.scaling)
+    _check_num_workers(config.scaling, place)
+    # The path is resolved here once, because the user's code may change the working directory.
+    directory = RunDirectory.of(config)
+    if place.rank == 0:
+        console.stage("starting", command.started_s)
+    if isinstance(model, nn.Module):
+        _take_weights_of_first(model, place)
+    ending = train_here(command, directory, place, console)
+    return _result(command, directory, place, ending)
+
+
+def _fit_under_ray(command: Command, console: Console) -> Result:
+    """Train with elastic workers under Ray.
+
+    Raises:
+        TrainingError: the run was stopped before its first step.
+    """
+    config = command.config
+    directory = RunDirectory.of(config)
+    console.stage("starting", command.started_s)
+    launch_within(config, command.started_s, console, command.return_finished)
+    summary = directory.summary()
+    if summary is None:
+        raise TrainingError("stopped before the first step")
+    if not strategy_of(config.parallel).survivors_hold_all:
+        return Result(summary, None, directory.uri)
+    return Result(summary, _model_of(config, directory, torch.device("cpu")), directory.uri)
+
+
+def _with_scaling(config: Config, given: ScalingConfig | Mapping[str, Any]) -> Config:
+    """Return the configuration with these keys of `scaling`.
+
+    Raises:
+        ConfigError: a key is unknown or has a wrong value.
+        UsageError: `given` has no keys.
+    """
+    if isinstance(given, ScalingConfig):
+        given = given.model_dump(exclude_unset=True)
+    if not isinstance(given, Mapping):
+        raise UsageError(f'scaling={given!r}: must have keys of the section scaling, such as {{"num_workers": [1, 4]}}')
+    return with_values(config, "scaling", given)
+
+
+def _is_for_ray(scaling: ScalingConfig, asked: bool) -> bool:
+    """Return whether workers of Ray shall train, and not this process.
+
+    Args:
+        asked: whether the argument `scaling` was given.
+
+    Raises:
+        UsageError: torchrun has started this process, and `scaling` was given.
+    """
+    if under_torchrun():
+        if asked:
+            raise UsageError(
+                "scaling= trains with workers of Ray, and torchrun has started this process: leave scaling= out, or "
+                "start the program without torchrun"
+            )
+        return False
+    wants_workers = "num_workers" in scaling.model_fields_set and scaling.num_workers[1] > 1
+    return asked or (wants_workers and in_ray_program())
 
 
 @contextmanager
@@ -328,8 +396,8 @@ def _check_num_workers(scaling: ScalingConfig, place: Place) -> None:
         wanted = str(low)
     raise UsageError(
         f"scaling.num_workers={wanted}, found {place.world_size}: fit trains in the processes of torchrun, or without "
-        f"torchrun in a single process. Start the program by torchrun --nproc-per-node {low}, or train by main.py "
-        "--config"
+        f"torchrun in a single process. Start the program by torchrun --nproc-per-node {low}, or train with workers of "
+        f'Ray: scaling={{"num_workers": {[low, high]}}}'
     )
 
 

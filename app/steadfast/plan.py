@@ -1,6 +1,7 @@
 """Assign microbatches to workers.
 
-The module is pure arithmetic, and the only place in which world size and shares enter.
+The module is pure arithmetic, and the only place in which world size and shares enter. A rank here is a place on the
+data axes of the world (`World.data_rank`): ranks that together compute the same samples have one place.
 
 Theorem. The training samples are one endless stream of positions. Each step is the next global_size positions of the
 stream, or the remaining positions if the run ends. A run that is extended continues after the last position. So steps 1
@@ -106,24 +107,24 @@ def even_shares(num_microbatches: int, world_size: int) -> Shares:
     return (each + 1,) * remainder + (each,) * (world_size - remainder)
 
 
-def fastest_shares(speeds: Sequence[float], num_microbatches: int, replica_size: int = 1) -> Shares:
+def fastest_shares(speeds: Sequence[float], num_microbatches: int, shard_size: int = 1) -> Shares:
     """Return the shares with the shortest step at given speeds.
 
     Every rank gets at least one microbatch, if there are enough.
 
     Args:
         speeds: relative speed of each replica.
-        replica_size: number of neighbouring ranks in a replica, which run equally many forwards.
+        shard_size: number of neighbouring ranks that share their parameters, and run equally many forwards.
     """
-    if replica_size > 1:
+    if shard_size > 1:
         # A row is the microbatches that a replica runs at once, one per rank.
-        rows = fastest_shares(speeds, _ceil_div(num_microbatches, replica_size))
-        sizes = [replica_size * num for num in rows]
+        rows = fastest_shares(speeds, _ceil_div(num_microbatches, shard_size))
+        sizes = [shard_size * num for num in rows]
         # The grid may not fill its last row. The replica with the most rows gets the short one.
         sizes[sizes.index(max(sizes))] -= sum(sizes) - num_microbatches
         shares_of_ranks: list[int] = []
         for size in sizes:
-            shares_of_ranks += even_shares(size, replica_size)
+            shares_of_ranks += even_shares(size, shard_size)
         return tuple(shares_of_ranks)
     if num_microbatches <= len(speeds):
         return even_shares(num_microbatches, len(speeds))
@@ -163,9 +164,9 @@ class Plan:
     global_size: int  # samples in a step, for any world
     microbatch_size: int  # samples in a microbatch; the last microbatch of a step may have fewer
     shares: Shares  # of the first step; the sum is the size of the grid
-    # Number of neighbouring ranks that hold one model together. Their forwards are collectives, so each runs equally
+    # Number of neighbouring ranks that share their parameters. Their forwards are collectives, so each runs equally
     # many.
-    replica_size: int = 1
+    shard_size: int = 1
     num_samples: int | None = None  # length of the stream, None for an endless stream; the last step may then be short
     skip: frozenset[int] = frozenset()  # skipped steps, whose positions no rank runs
     ends: tuple[End, ...] = ()  # short steps with which the run once ended, oldest first; these steps stay short
@@ -181,12 +182,12 @@ class Plan:
         global_size: int,
         microbatch_size: int,
         world_size: int,
-        replica_size: int = 1,
+        shard_size: int = 1,
         num_samples: int | None = None,
     ) -> Self:
         """Return a plan with even shares."""
         shares = even_shares(_ceil_div(global_size, microbatch_size), world_size)
-        return cls(global_size, microbatch_size, shares, replica_size, num_samples)
+        return cls(global_size, microbatch_size, shares, shard_size, num_samples)
 
     def amended(self, amendments: Amendments) -> Self:
         """Return this plan with the skipped and short steps of the amendments."""
@@ -229,9 +230,9 @@ class Plan:
 
     def num_forwards(self, step: int, rank: int) -> int:
         """Return the number of forwards of `rank` in `step`, including pads."""
-        first = rank - rank % self.replica_size  # first rank of the replica
+        first = rank - rank % self.shard_size  # first rank of the replica
         # At least one forward: a rank without one would not join the gradients' all-reduce, and its peers would hang.
-        return max(1, *self.shares_at(step)[first : first + self.replica_size])
+        return max(1, *self.shares_at(step)[first : first + self.shard_size])
 
     def microbatches(self, step: int, rank: int) -> list[Microbatch]:
         """Return the microbatches of `rank` in `step`, in order."""

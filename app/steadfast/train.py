@@ -91,7 +91,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node), save)
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
-    batches = probes.batches(worker.loader.steps(plan.stream(world.rank, restored.step + 1, worker.num_steps)))
+    batches = probes.batches(worker.loader.steps(plan.stream(world.data_rank, restored.step + 1, worker.num_steps)))
     while worker.step < worker.num_steps and not control.ending:
         result = stepper.step(worker.step + 1, batches)
         worker.advance_to(result.step)

@@ -1,6 +1,7 @@
 """Format numbers for log lines and messages."""
 
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.filesize import pick_unit_and_suffix
@@ -46,6 +47,13 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m"
     return f"{minutes // 60}h {minutes % 60}m"
+
+
+def clock(time_s: float | None) -> str:
+    """Format a Unix time as the time of day; return "" for None."""
+    if time_s is None:
+        return ""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
 def plural(count: float, noun: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bed import Bed
-from tests.support.checks import check_stopped
+from tests.support.checks import check_replica_waits, check_stopped
 from tests.support.command import FOR_EVER, Commands
 
 pytestmark = pytest.mark.ray
@@ -118,13 +118,4 @@ def test_a_replica_that_loses_a_worker_waits_for_another_and_the_others_go_on(co
     words = ["parallel={kind: fsdp, shard_size: 2}", "scaling.num_workers=[2,4]", "checkpoint.every=1000 minutes"]
     with Bed(num_nodes=4) as bed:
         running = command().start(FOR_EVER, f"cluster.address={bed.address}", *words)
-        running.wait_for_event("attempt_started", attempt=1, world_size=4)
-        running.wait_for_step(20)
-        bed.lose(bed.nodes[1])
-        running.wait_for_event("attempt_started", attempt=2, world_size=2, source="rank 0")
-        assert running.wait_for_event("left_over")["workers"] == 1
-        assert not list(running.directory.glob("checkpoints/*"))
-        bed.add()
-        running.wait_for_event("attempt_started", attempt=3, world_size=4)
-        check_stopped(running)
-    assert [event["lost_steps"] for event in running.events if event["event"] == "restore"] == [0, 0]
+        check_replica_waits(running, bed, after_step=20)

@@ -25,14 +25,17 @@ Steps = Callable[[Config, Shares], Stepped]
 Case = tuple[list[str], Shares]
 
 NOWHERE = Path("nothing-is-written")
+NUM_WORKERS = 6
 PARALLEL = {
     "ddp": "{kind: ddp}",
     "torch": "{kind: ddp, reducer: torch}",
     "fsdp": "{kind: fsdp}",
     "fsdp by size": "{kind: fsdp, wrap: 30, reshard_after_forward: false}",
     "hsdp": "{kind: fsdp, shard_size: 2, reduce_every_microbatch: true}",
+    "hsdp gathered once": "{kind: fsdp, shard_size: 2, reshard_after_forward: false}",
     "fsdp offloaded": "{kind: fsdp, cpu_offload: true, reduce_every_microbatch: true}",
     "fsdp by class": "{kind: fsdp, wrap: [Linear], reduce_every_microbatch: true, prefetch: 1}",
+    "stages": "{kind: pipeline, stages: 2}",
 }
 KINDS = pytest.mark.parametrize("kind", PARALLEL)
 
@@ -41,14 +44,16 @@ KINDS = pytest.mark.parametrize("kind", PARALLEL)
 def steps() -> Iterator[Steps]:
     """All steps of a run, in six processes that all tests of this module share."""
     attempts = count(1)
-    with Gang(6, write_no_code) as gang:
+    with Gang(NUM_WORKERS, write_no_code) as gang:
         yield lambda config, shares: take_steps(gang, next(attempts), config, of_whole_replicas(config, shares))
 
 
 def of_whole_replicas(config: Config, shares: Shares) -> Shares:
-    """Add a worker without a share where they are too few."""
+    """Add a worker without a share where they are too few, or join the last shares where their stages are too many."""
+    most = NUM_WORKERS // config.parallel.num_stages
+    shares = (*shares[: most - 1], sum(shares[most - 1 :])) if len(shares) > most else shares
     size = len(shares)
-    return shares + (0,) * (-size % config.parallel.replica_size(size))
+    return shares + (0,) * (-size % (config.parallel.replica_size(size) // config.parallel.num_stages))
 
 
 @st.composite
@@ -106,6 +111,7 @@ def test_any_other_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps
 
 def check_case(steps: Steps, kind: str, case: Case) -> None:
     overrides, shares = case
+    assume(kind != "stages" or "model.target=tests.support.models:Normalised" not in overrides)  # refused
     config = small(NOWHERE, f"parallel={PARALLEL[kind]}", *overrides)
     expected = reference(config)
     # A whole step in which nothing counts has no mean.
@@ -113,12 +119,23 @@ def check_case(steps: Steps, kind: str, case: Case) -> None:
     check_steps(steps(config, shares), expected)
 
 
-OTHER_WAYS = [("none", "none"), ("none", "blocks"), ("full", "none"), ("selective", "none"), ("selective", "blocks")]
-WAYS = [("full", "blocks"), *(pytest.param(*way, marks=pytest.mark.slow) for way in OTHER_WAYS)]
+MOST_AT_ONCE = ("full", "blocks")
+WAYS = [
+    MOST_AT_ONCE,
+    ("none", "none"),
+    ("none", "blocks"),
+    ("full", "none"),
+    ("selective", "none"),
+    ("selective", "blocks"),
+]
+OFTEN = [(kind, *MOST_AT_ONCE) for kind in ("ddp", "fsdp", "hsdp", "stages")]
+SELDOM = [(kind, *way) for kind in PARALLEL for way in WAYS if (kind, *way) not in OFTEN]
 
 
-@KINDS
-@pytest.mark.parametrize(("checkpointing", "compiled"), WAYS)
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "compiled"),
+    [*OFTEN, *(pytest.param(*row, marks=pytest.mark.slow) for row in SELDOM)],
+)
 def test_ways_to_compute_layers_give_the_steps_of_one_process(
     steps: Steps, kind: str, checkpointing: str, compiled: str, twenty: Reference
 ) -> None:
@@ -161,6 +178,31 @@ def test_a_stream_that_ends_within_a_batch_ends_in_a_shorter_one(steps: Steps, k
     expected = reference(config)
     assert expected.num_samples == [13, 13, 13, 13, 3]  # two of seven microbatches are left for the last step
     check_steps(steps(config, even_shares(7, num_workers)), expected)
+
+
+LAYERS = "model.num_layers=4", "run.steps=20"
+
+
+@pytest.fixture(scope="module")
+def twenty_of_four_layers() -> Reference:
+    return reference(small(NOWHERE, *LAYERS))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [
+        ("stages: 2", (7,)),
+        ("stages: 2, balance: [1, 3]", (1, 4, 2)),
+        ("stages: 3", (7,)),
+        ("stages: 3, balance: [1, 2, 1]", (6, 1)),  # a replica with fewer microbatches than stages
+    ],
+)
+def test_stages_and_replicas_give_the_steps_of_one_process(
+    steps: Steps, layout: str, shares: Shares, schedule: str, twenty_of_four_layers: Reference
+) -> None:
+    config = small(NOWHERE, f"parallel={{kind: pipeline, {layout}, schedule: {schedule}}}", *LAYERS)
+    check_steps(steps(config, shares), twenty_of_four_layers)
 
 
 def check_steps(found: Stepped, expected: Reference) -> None:

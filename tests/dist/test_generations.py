@@ -39,6 +39,20 @@ def test_a_run_that_shrinks_and_grows_equals_an_undisturbed_one(resized: Drilled
     check_run(resized, reference(config))
 
 
+@pytest.mark.parametrize(("section", "worlds"), [("", [3, 2, 3]), (", shard_size: 2", [4, 2, 4])])
+def test_layers_gathered_for_a_step_live_through_validations_and_resizes(
+    tmp_path: Path, section: str, worlds: list[int]
+) -> None:
+    """A validation leaves layers gathered, and the next update must change what is gathered after it."""
+    parallel = f"parallel={{kind: fsdp, reshard_after_forward: false{section}}}"
+    words = ["validation.every=2 steps", "checkpoint.every=3 steps"]
+    config = small(tmp_path, parallel, *words)
+    run = drill(config, worlds=worlds, leave_after=[4, 4])
+    check_run(run, reference(config))
+    freed = small(tmp_path / "freed", parallel.replace("false", "true"), *words)
+    check_identical(run, drill(freed, worlds=worlds, leave_after=[4, 4]))
+
+
 def test_processes_live_through_resizes_and_no_step_is_done_twice(resized: Drilled) -> None:
     first, second, third = resized.pids()
     assert first == third
@@ -61,12 +75,14 @@ def test_survivors_bring_replicated_state_along_and_leave_shards_in_memory(resiz
 def test_in_32_and_16_bits_the_result_is_equivalent_to_that_of_undisturbed_runs(
     tmp_path: Path, kind: str, precision: str
 ) -> None:
-    """It differs by rounding: not by much more than two undisturbed runs of other sizes do."""
+    """It differs by rounding: not by much more than undisturbed runs of the same sizes differ from each other."""
     words = [f"parallel.kind={kind}", f"precision.kind={precision}"]
     ours = drill(small(tmp_path / "ours", *words), worlds=[3, 1, 2], leave_after=[4, 4])
-    one, two = (drill(small(tmp_path / f"{size}", *words), worlds=[size]) for size in (1, 2))
+    one, *others = (drill(small(tmp_path / f"{size}", *words), worlds=[size]) for size in (1, 2, 3))
     assert ours.summary["metrics"]["loss"] == pytest.approx(one.summary["metrics"]["loss"], rel=0.002)
-    assert largest_difference(ours.weights, one.weights) <= 3 * largest_difference(one.weights, two.weights)
+    # Rounding to 16 bits hides the order of sums until one number rounds the other way: two sizes alone can agree.
+    rounding = max(largest_difference(one.weights, other.weights) for other in others)
+    assert largest_difference(ours.weights, one.weights) <= 3 * rounding
 
 
 def test_the_newest_state_is_taken_from_whichever_rank_has_it(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,12 +22,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader, TensorDataset
 
 import steadfast
 from steadfast.analysis.status import StatusReader
 from steadfast.errors import ConfigError, RunConflict, TrainingError, UsageError
 from steadfast.injection.inject import InjectedFault
 from steadfast.run.directory import RunDirectory
+from tests.examples import fit_example
 from tests.examples.script import Counts, line, squared_error, train
 from tests.support.command import ROOT
 
@@ -273,21 +278,75 @@ def test_a_second_fit_at_the_same_time_is_refused_and_later_ones_train(tmp_path:
     assert fitted(other).summary["status"] == "finished"
 
 
+class InterruptsOnce:
+    """A hook that presses the button with which Jupyter interrupts a cell."""
+
+    def __init__(self) -> None:
+        self._pressed = False
+
+    def on_step(self, run: object) -> None:
+        if not self._pressed:
+            self._pressed = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Raises:
+    """A hook with a mistake."""
+
+    def on_step(self, run: object) -> None:
+        raise ValueError("a mistake of the user's")
+
+
 CELLS = [
-    "from tests.examples.script import train",
+    "from tests.dist.test_library import InterruptsOnce, Raises\nfrom tests.examples.script import train",
     "result = train(STORAGE, 'cell', 6)",
+    "train(STORAGE, 'cell', 9, hooks=[Raises()])",
+    "result = train(STORAGE, 'cell', 9, hooks=[InterruptsOnce()])\nprint(result.summary['status'])",
     "result = train(STORAGE, 'cell', 9)\nprint(result.summary['status'], result.summary['step'], type(result.model))",
 ]
 
 
 # The kernel has an event loop of its own, in the thread in which cells run.
-def test_a_cell_of_a_notebook_trains_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_cells_of_a_notebook_train_after_one_another_also_after_an_exception_and_an_interrupt(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(cell) for cell in (f"STORAGE = {str(tmp_path)!r}", *CELLS)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": ROOT}}
+        notebook, timeout=120, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": ROOT}}
     ).execute()
-    *_, first, second = notebook.cells
-    assert "checkpoint at step 6" in str(first.outputs)
-    assert "restored from checkpoint" in str(second.outputs)
-    assert "finished 9 <class 'torch.nn.modules.container.Sequential'>" in str(second.outputs)
+    _, _, first, broken, interrupted, last = notebook.cells
+    assert "checkpoint at step 6" in text_of(first)
+    (error,) = [output for output in broken.outputs if output.output_type == "error"]
+    assert (error.ename, error.evalue) == ("ValueError", "a mistake of the user's")
+    assert text_of(interrupted).endswith("stopped\n")
+    assert "restored from checkpoint" in text_of(last)
+    assert "finished 9 <class 'torch.nn.modules.container.Sequential'>" in text_of(last)
+
+
+def text_of(cell: Any) -> str:
+    """Return the output of a cell, all of which must be plain lines."""
+    assert {output.output_type for output in cell.outputs} == {"stream"}, cell.outputs
+    text = "".join(output.text for output in cell.outputs)
+    assert not {"\r", "\x1b"} & set(text), text
+    return text
+
+
+def test_readme_example_trains_as_the_loop_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    # The same order of samples in both, so that the weights can be compared.
+    before = before.replace("shuffle=True", "shuffle=False")
+    after = after.replace("dataset=dataset,", 'dataset=dataset, order="sequential",')
+    images = torch.randn(256, 4)  # an epoch of the plain loop is a whole number of steps
+    dataset = TensorDataset(images, (images.sum(1) > 0).long())
+    names: dict[str, Any] = {"dataset": dataset, "held_out": dataset, "DataLoader": DataLoader, "F": F, "torch": torch}
+    model = nn.Linear(4, 2)
+    ours = {**names, "model": copy.deepcopy(model)}
+    exec(before, {**names, "model": model})
+    exec(after, ours)
+    trained = ours["result"].model
+    torch.testing.assert_close(trained.weight, model.weight, rtol=1e-4, atol=1e-6)
+
+
+def test_the_example_that_type_checkers_accept_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert fit_example.train("mine", 5).summary["status"] == "finished"

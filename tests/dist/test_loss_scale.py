@@ -36,7 +36,7 @@ def scale_of(config: Config) -> float:
     return float(read_whole(catalog, newest, "precision")["scale"])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline"])
 def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
     config = config_of(tmp_path, kind, "run.steps=2")
     run = drill(config, worlds=[2])
@@ -48,13 +48,14 @@ def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
     assert not any(tensor.any() for tensor in run.optimizer.values())
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline"])
 def test_the_scale_goes_on_over_resizes_and_a_resume(tmp_path: Path, kind: str) -> None:
-    undisturbed = drill(config_of(tmp_path / "undisturbed", kind), worlds=[1])
+    smallest, largest = (2, 4) if kind == "pipeline" else (1, 3)
+    undisturbed = drill(config_of(tmp_path / "undisturbed", kind), worlds=[smallest])
     expected = overflows(undisturbed)
     assert expected[:4] == [1, 2, 3, 8], "after four updates it grows, and overflows again"
     config = config_of(tmp_path, kind)
-    drill(config, worlds=[3, 2, 3], leave_after=[5, 5], stop_after=4)
+    drill(config, worlds=[largest, 2, largest], leave_after=[5, 5], stop_after=4)
     resumed = drill(config, worlds=[2])
     assert overflows(resumed) == expected
     assert scale_of(config) == scale_of(config_of(tmp_path / "undisturbed", kind))

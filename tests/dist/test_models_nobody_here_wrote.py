@@ -52,6 +52,20 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
 
 
+def untied_llama() -> Any:
+    return untied(llama())
+
+
+def untied_gpt2() -> Any:
+    return untied(gpt2())
+
+
+def untied(model: Any) -> Any:
+    """Return the model with a head of its own, for it and the embeddings are of different stages."""
+    model.config.tie_word_embeddings = False
+    return type(model)(model.config)
+
+
 def resnet50() -> nn.Module:
     model: nn.Module = models.resnet50(num_classes=10)
     return model
@@ -127,6 +141,23 @@ def test_its_own_library_loads_what_it_has_become(name: str, tmp_path: Path) -> 
     check(CASES[name], tmp_path, write_no_code)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_its_own_library_loads_what_two_stages_have_made_of_it(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    words = [f"model.target={HERE}:untied_{name}", "run.steps=4", "parallel={kind: pipeline, stages: 2}"]
+    config = small(tmp_path, *words)
+    directory = RunDirectory.of(config)
+    Ownership.claim(directory.store).release()
+    directory.write_config(config)
+    run, expected = drill(config, worlds=[4, 2], leave_after=[1]), reference(config)
+    check_ledger(run, expected)
+    assert largest_difference(run.weights, expected.weights) <= case.equal
+    loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
+    trained = globals()[f"untied_{name}"]().double()
+    trained.load_state_dict(expected.weights)
+    torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_workers"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_layers_with_dropout_are_compiled_as_they_are(kind: str, num_workers: int, tmp_path: Path) -> None:
@@ -175,7 +206,8 @@ def from_its_library(case: Case, run: Path, folder: Path) -> nn.Module:
 
     export(run, folder / "exported", "--format", "hf", "--trust-code")
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype="auto")
-    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert is_tied == loaded.config.tie_word_embeddings
     return loaded  # type: ignore[no-any-return]
 
 

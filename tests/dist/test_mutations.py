@@ -16,7 +16,7 @@ from tests.support.claims import (
     check_losses,
     check_weights,
 )
-from tests.support.drill import Drilled, drill
+from tests.support.drill import Drilled, Members, drill
 from tests.support.reference import Reference, reference
 from tests.support.small import small
 
@@ -42,14 +42,18 @@ EVERYTHING = {check_ledger, *RESULT}
         (mutations.broadcast_from_rank_0, "ddp", RESULT),
         (mutations.broadcast_no_optimizer, "ddp", RESULT),
         (mutations.load_no_optimizer, "fsdp", RESULT),
+        (mutations.keep_gathered_weights_over_the_update, "fsdp, reshard_after_forward: false", RESULT),
+        (mutations.nothing, "pipeline", set()),
+        (mutations.leave_generators_as_they_are, "pipeline", RESULT),
     ],
 )
 def test_what_is_broken_is_noticed_by_the_claims_that_it_breaks(
     tmp_path: Path, mutation: Mutation, kind: str, broken: set[Claim]
 ) -> None:
     """In a run whose first leader leaves, and comes back with an old state."""
-    config = small(tmp_path, f"parallel.kind={kind}")
-    run = drill(config, worlds=[3, [1, 2], 3], leave_after=[4, 4], patch=mutation, audited=False)
+    config = small(tmp_path, f"parallel={{kind: {kind}}}")
+    worlds: list[Members] = [4, [2, 3], 4] if kind == "pipeline" else [3, [1, 2], 3]
+    run = drill(config, worlds=worlds, leave_after=[4, 4], patch=mutation, audited=False)
     expected = reference(config)
     assert {claim for claim in CLAIMS if not holds(claim, run, expected)} == broken
 

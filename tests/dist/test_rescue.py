@@ -120,6 +120,7 @@ def test_what_is_not_whole_is_not_saved_and_the_run_says_so(
 
 
 FSDP, HSDP = "parallel={kind: fsdp}", "parallel={kind: fsdp, shard_size: 2}"
+STAGES = "parallel={kind: pipeline, stages: 2}"
 UNREADABLE = 3 * 13 + 5  # place in the order of the samples: in step 4, within the first epoch
 LAST_WHOLE = {"data": 3, "forward": 8, "backward": 8, "validation": 9}
 
@@ -146,7 +147,7 @@ def raising(phase: str, config: Config, num_forwards: int) -> list[str]:
 
 
 @pytest.mark.parametrize("phase", LAST_WHOLE)
-@pytest.mark.parametrize(("sharding", "size", "num_forwards"), [(FSDP, 2, 4), (HSDP, 4, 2)])
+@pytest.mark.parametrize(("sharding", "size", "num_forwards"), [(FSDP, 2, 4), (HSDP, 4, 2), (STAGES, 2, 7)])
 def test_shards_of_the_last_step_are_saved_wherever_the_exception_comes(
     tmp_path: Path, phase: str, sharding: str, size: int, num_forwards: int
 ) -> None:

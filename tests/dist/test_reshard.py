@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
 from tests.support.small import small
 
-WORLDS = [(kind, size) for kind in ("ddp", "fsdp") for size in (1, 2, 3, 4)]
+WORLDS = [*((kind, size) for kind in ("ddp", "fsdp") for size in (1, 2, 3, 4)), ("pipeline", 2), ("pipeline", 4)]
 NUM_PROCESSES = 4
 ATTEMPTS = itertools.count(1)  # the gang's store remembers those of former tests: none may come twice
 
@@ -52,16 +53,19 @@ def written_or_read(
             snapshots = Snapshots(world, None, parallel, state)
             restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots)
             assert restored.step == 7
-        return {part: sha256(tensors) for part, tensors in state.items()}
+        return {part: sha256(tensors, world) for part, tensors in state.items()}
     finally:
         world.groups.destroy()
 
 
 def fill(state: dict[str, Any]) -> None:
     """Each tensor with numbers of its own, the same in every world."""
-    tensors: Iterable[Any] = flatten(state).values()
-    for number, tensor in enumerate(tensors):
-        whole = torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(number))
+    tensors: dict[str, Any] = flatten(state)
+    for name, tensor in tensors.items():
+        if tensor.is_meta:  # another stage holds it
+            continue
+        seed = zlib.crc32(name.encode())
+        whole = torch.randn(tensor.shape, dtype=tensor.dtype, generator=torch.Generator().manual_seed(seed))
         part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if part is tensor:
             tensor.detach().copy_(whole)

@@ -1,10 +1,12 @@
-"""`ray up cluster/onprem.yaml` and the plain command, over real ssh, on hosts that go and come back."""
+"""`ray up` and the command of a checkout or of an installed package, over real ssh, on hosts that go and come back."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.lab.hosts import ROOT, Lab
-from tests.e2e.user import SLOW, WORDS, User
+from tests.e2e.user import SLOW, WORDS, User, copy_project
 from tests.support.checks import check_ledger, distance, summary_of
 from tests.support.command import Command, Running, files_with
 from tests.support.wheels import write_wheel
@@ -21,6 +23,7 @@ from tests.support.wheels import write_wheel
 HEAD, WORKERS = "head", ("w1", "w2", "w3")
 CLUSTER = "cluster/onprem.yaml"
 STEPS = 500
+EPOCHS = 22
 # A worker a host: Ray finds this machine's two cores on each of them.
 PLACED = ["scaling.cpus_per_worker=2", "scaling.gpus_per_worker=0"]
 # Of a node whose head is gone: 15 s until its raylet ends, another 60 until Ray's agents have given up telling of it.
@@ -28,19 +31,40 @@ LAST_S = 150
 
 
 @pytest.fixture
-def user(lab: Lab) -> User:
-    """At a laptop, after `ray up`."""
+def nodes(lab: Lab) -> Lab:
+    """A head and workers, for which the laptop has the key."""
     lab.add(HEAD, 10)
     for number, host in enumerate(WORKERS, 11):
         lab.add(host, number)
     lab.give_key("laptop")
-    user = User(lab)
+    return lab
+
+
+@pytest.fixture
+def user(nodes: Lab) -> User:
+    """At a laptop, after `ray up`."""
+    user = User(nodes)
     user.clone()
-    addresses = [lab.addresses[host] for host in WORKERS]
-    user.change(CLUSTER, head_ip=lab.addresses[HEAD], worker_ips=f"[{', '.join(addresses)}]")
-    user.change(CLUSTER, ssh_user="root", ssh_private_key="~/.ssh/id_lab")
-    user.types(f"ray up -y {CLUSTER}", timeout_s=240)
+    ray_up(user, CLUSTER)
     return user
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """The installed package, which is not built in the checkout, since that leaves folders there."""
+    copy_project(tmp_path / "project")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*build, str(tmp_path), str(tmp_path / "project")], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    return wheel
+
+
+def ray_up(user: User, cluster: str) -> None:
+    """Give the file of a cluster the addresses and the key of this lab, and start the cluster."""
+    addresses = [user.lab.addresses[host] for host in WORKERS]
+    user.change(cluster, head_ip=user.lab.addresses[HEAD], worker_ips=f"[{', '.join(addresses)}]")
+    user.change(cluster, ssh_user="root", ssh_private_key="~/.ssh/id_lab")
+    user.types(f"ray up -y {cluster}", timeout_s=240)
 
 
 @pytest.mark.timeout(600)
@@ -83,48 +107,82 @@ def test_one_host_is_cut_off_for_good_and_another_for_a_while(user: User) -> Non
     check_ledger(running.directory, STEPS)
 
 
+# Packages of the user's own, with names that this project has too.
+OWN = {
+    "configs/__init__.py": "",
+    "configs/places.py": "SEEN = '/mnt/shared/seen'\n",
+    "tests/__init__.py": "",
+    "tests/environment.py": (ROOT / "tests/examples/environment.py").read_text(),
+    "app/__init__.py": "",
+    "app/task.py": """
+import mine
+from configs.places import SEEN
+from tests.environment import write_down
+
+class Task(mine.Task):
+    def __init__(self, names, package):
+        write_down(SEEN, names, package)
+""",
+}
+
+
 @pytest.mark.timeout(600)
-def test_a_laptop_may_be_switched_off_and_another_one_shows_the_result(user: User) -> None:
-    lab = user.lab
-    words = [*WORDS, f"run.steps={STEPS}", *PLACED, "scaling.num_workers=[1,3]", SLOW]
-    (user.project / "mine.py").write_text("from tests.examples.environment import Seen\n\n\nclass Task(Seen): ...\n")
+def test_a_laptop_with_the_installed_package_may_be_switched_off_and_another_one_shows_the_result(
+    nodes: Lab, wheel: Path
+) -> None:
+    lab = nodes
+    for host in (HEAD, *WORKERS):
+        assert "No module named 'steadfast'" in lab.run(host, "python -c 'import steadfast'").stdout
+    user = starter_at(lab, "laptop", wheel)
+    ray_up(user, "cluster.yaml")
     secret = f"secret-{uuid.uuid4()}"
     user.settings = {"TOKEN": secret, "WANDB_API_KEY": secret}
-    wheel = write_wheel(user.project, "of_the_user")
-    args = "{folder: /mnt/shared/seen, names: [TOKEN, WANDB_API_KEY], package: of_the_user}"
-    given = [
-        *words,
-        f"task={{target: 'mine:Task', args: {args}}}",
-        "cluster.env.TOKEN=null",
-        f"cluster.pip={wheel.name}",
-    ]
-    given += ["--cluster", CLUSTER]
+    package = write_wheel(user.project, "of_the_user")
+    given = [f"run.epochs={EPOCHS}", *PLACED, "scaling.num_workers=[1,3]", SLOW, "cluster.env.TOKEN=null"]
+    given += ["task={target: 'app.task:Task', args: {names: [TOKEN, WANDB_API_KEY], package: of_the_user}}"]
+    given += [f"cluster.pip={package.name}", "--cluster", "cluster.yaml"]
     running = user.trains(*given)
     running.wait_for_event("attempt_started", world_size=3, timeout_s=180)
     check_what_workers_have_seen(lab, secret)
     running.wait_until(lambda: "step" in running.output_path.read_text(), "what the run says, on the laptop")
+    assert lab.run("w1", "pkill -9 -o -f ray::SlotWorker").returncode == 0
+    running.wait_until(lambda: last(running)["world_size"] == 2, "a world of two")
+    page = user.types("steadfast status run --cluster cluster.yaml")
+    assert ("running on head" in page, "\x1b" in page, "INFO" in page) == (True, False, False), page
     lab.power_off("laptop")
     step = running.history.last_step
 
     lab.add("laptop2", 5, storage=False)
     lab.give_key("laptop2")
-    other = User(lab, "laptop2", user.settings)
-    other.clone()
-    for file in (CLUSTER, "mine.py", wheel.name):
+    other = starter_at(lab, "laptop2", wheel, user.settings)
+    for file in ("cluster.yaml", package.name):
         (other.project / file).write_bytes((user.project / file).read_bytes())
     attached = other.trains(*given).wait(240)
     assert attached.code == 0, attached.output
     started = [event for event in running.events if event["event"] == "run_started"]
     assert (len(started), summary_of(running.directory)["lost_steps"]) == (1, 0)  # shown again, not started again
-    assert check_ledger(running.directory, STEPS).last_step == STEPS > step
-    again = other.trains(*given).wait(60)
-    assert (again.code, "finished" in again.output) == (0, True), again.output
+    proof = other.types("steadfast audit run --cluster cluster.yaml")
+    last_step = running.history.last_step
+    assert f"steps     1 to {last_step}, each once" in proof
+    assert f"epochs    {EPOCHS} finished, each with every training sample once" in proof
+    assert last_step > step
 
     assert files_with(secret, running.directory) == []
     for host in (HEAD, *WORKERS):
         tmp = lab.home(host).parent / "tmp"
         assert files_with(secret, *tmp.glob("ray/session_2*/logs"), lab.home(host)) == []
         assert not list(tmp.glob("steadfast-*"))
+
+
+def starter_at(lab: Lab, host: str, wheel: Path, settings: dict[str, str] | None = None) -> User:
+    """Return a user who has installed the package, and works in a folder of their own that `init` has begun."""
+    user = User(lab, host, settings, "project", ("steadfast", "--config", "train.yaml"))
+    user.install(wheel)
+    for name, text in OWN.items():
+        (user.project / name).parent.mkdir(parents=True, exist_ok=True)
+        (user.project / name).write_text(text)
+    user.types("steadfast init")
+    return user
 
 
 def check_what_workers_have_seen(lab: Lab, secret: str) -> None:
@@ -153,7 +211,7 @@ def test_nobody_from_outside_gets_in_without_the_token(user: User) -> None:
 def check_curves_on_the_laptop(user: User) -> None:
     """Check that the command of the guide forwards TensorBoard's port, by which the laptop sees the whole run."""
     command = f"ray exec {CLUSTER} --port-forward=6006 'tensorboard --logdir /mnt/shared/runs'"
-    assert command.replace(CLUSTER, "cluster/aws.yaml") in (ROOT / "README.md").read_text()
+    assert command.replace(CLUSTER, "cluster/aws.yaml") in (ROOT / "docs/deploy/clouds.md").read_text()
     output = user.lab.home(user.host) / "tensorboard.txt"
     viewer = user.lab.start(user.host, f"cd ~/steadfast && exec {command} > ~/{output.name} 2>&1")
     try:

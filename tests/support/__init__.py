@@ -26,6 +26,7 @@ Files and storage:
     stores, s3       the contract of every store; a real S3 server, and a proxy that fails as told
     events           lines of `events.jsonl`
     run_directories  run directories as a run leaves them
+    json_tables      the tables of docs/json.md
     wheels           wheels that need no download
     allocator        the memory that tensors take
     leaks            what a test must not leave behind

@@ -33,9 +33,10 @@ class Bed:
     def address(self) -> str:
         return str(self._cluster.address)
 
-    def add(self) -> str:
-        """Returns the id of the new node."""
-        node = self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+    def add(self, ip: str | None = None) -> str:
+        """Returns the id of the new node, which has an address of its own if one is given."""
+        address = {} if ip is None else {"node_ip_address": ip}
+        node = self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES, **address)
         self.nodes.append(str(node.node_id))
         return self.nodes[-1]
 

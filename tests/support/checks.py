@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from tests.support.command import Running
 from tests.support.history import History, read_ledger
+
+if TYPE_CHECKING:
+    from tests.support.bed import Bed  # imports Ray, which most drills do not need
 
 
 def summary_of(directory: Path) -> dict[str, Any]:
@@ -35,6 +38,23 @@ def check_ledger(directory: Path, num_steps: int) -> History:
 def check_audit(directory: RunDirectory, config: Config) -> Proof:
     """Every step is committed once, with the digest of its samples. Raises CounterExample."""
     return audit(directory, config, len(build_dataset(config.data)))
+
+
+def check_replica_waits(running: Running, bed: Bed, after_step: int) -> None:
+    """Of two replicas of two workers one loses a node: it waits for another one, and the other replica trains on.
+
+    Nothing is on storage meanwhile, so the state comes from the other replica.
+    """
+    running.wait_for_event("attempt_started", attempt=1, world_size=4)
+    running.wait_for_step(after_step)
+    bed.lose(bed.nodes[1])
+    running.wait_for_event("attempt_started", attempt=2, world_size=2, source="rank 0")
+    assert running.wait_for_event("left_over")["workers"] == 1
+    assert not list(running.directory.glob("checkpoints/*"))
+    bed.add()
+    running.wait_for_event("attempt_started", attempt=3, world_size=4)
+    check_stopped(running)
+    assert [event["lost_steps"] for event in running.events if event["event"] == "restore"] == [0, 0]
 
 
 def check_stopped(running: Running, lost_steps: int = 0) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import steadfast.checkpoint.durable
 import steadfast.checkpoint.restore
@@ -16,6 +17,7 @@ import steadfast.checkpoint.snapshots
 import steadfast.loop.validate
 import steadfast.parallel.buckets
 import steadfast.parallel.ddp
+import steadfast.parallel.pipeline
 import steadfast.step.stepper
 import steadfast.worker
 import steadfast.world.clock
@@ -91,6 +93,11 @@ def key_dropout_by_rank() -> None:
         "seed_generators",
         lambda honest: lambda seed, *rest: honest(seed + dist.get_rank(), *rest),
     )
+
+
+def leave_generators_as_they_are() -> None:
+    """Have a stage draw from the generators as they are after its own forward, not after the stage before."""
+    _replace(steadfast.parallel.pipeline, "set_generators", lambda honest: lambda device, state: None)
 
 
 def take_means_before_the_sum() -> None:
@@ -169,6 +176,13 @@ def add_gradients_as_floats() -> None:
 def add_losses_as_floats() -> None:
     for module in (steadfast.step.stepper, steadfast.loop.validate):
         _replace(module, "totals_of", lambda honest: lambda exact: Totals)
+
+
+def keep_gathered_weights_over_the_update() -> None:
+    def broken(honest: Any) -> Any:
+        return lambda self, _: honest(self, False)
+
+    _replace(FSDPModule, "set_reshard_after_backward", broken)
 
 
 def take_the_unit_from_the_world() -> None:

@@ -23,7 +23,7 @@ from tests.support.reference import CPU
 
 
 class Stepped(NamedTuple):
-    """weights: whole, as rank 0 has them. samples, digests: of each step, summed over the ranks."""
+    """weights: whole, as the first rank that holds each has it. samples, digests: of each step, summed over ranks."""
 
     weights: dict[str, Tensor]
     losses: list[float]
@@ -32,11 +32,13 @@ class Stepped(NamedTuple):
 
 
 def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]) -> Stepped:
-    """All steps of the run by as many workers as there are shares. `attempt` is another number at each call."""
-    answers = gang.run(_work, attempt, config, shares)[: len(shares)]
+    """All steps of the run by as many workers as there are shares, each of which may have several stages. `attempt` is
+    another number at each call."""
+    size = len(shares) * config.parallel.num_stages
+    answers = gang.run(_work, attempt, config, shares)[:size]
     by_step = list(zip(*(results for _, results in answers), strict=True))
     return Stepped(
-        weights=answers[0][0],
+        weights={name: tensor for weights, _ in reversed(answers) for name, tensor in weights.items()},
         losses=[float(sum(r.numbers[0] for r in each) / sum(r.numbers[1] for r in each)) for each in by_step],
         num_samples=[sum(result.num_samples for result in each) for each in by_step],
         digests=[sum(result.samples_digest for result in each) % 2**64 for each in by_step],
@@ -44,9 +46,10 @@ def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]
 
 
 def _work(member: Member, attempt: int, config: Config, shares: tuple[int, ...]) -> object:
-    if member.number >= len(shares):
+    size = len(shares) * config.parallel.num_stages
+    if member.number >= size:
         return None
-    world = form_world(member.store, WorldRank(member.number, len(shares), attempt), WorkerProcess(CPU))
+    world = form_world(member.store, WorldRank(member.number, size, attempt), WorkerProcess(CPU))
     try:
         return _steps(world, config, shares)
     finally:
@@ -80,9 +83,9 @@ def build_stepper(
     """Return what takes the steps of the run, and its batches; shares are even if none are given. A collective."""
     batch = config.batch
     num_samples = config.run.num_samples(worker.order.num_train)
-    shares = shares or even_shares(batch.num_microbatches, world.size)
-    plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.replica_size, num_samples)
+    shares = shares or even_shares(batch.num_microbatches, world.data_size)
+    plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.shard_size, num_samples)
     model, _ = worker.prepare(world.amendments, parallel)
     worker.load_initial()
     stepper = global_step.build_stepper(worker, worker.task, world, plan, parallel, model)
-    return stepper, worker.loader.steps(plan.stream(world.rank, 1, worker.num_steps))
+    return stepper, worker.loader.steps(plan.stream(world.data_rank, 1, worker.num_steps))

@@ -89,6 +89,11 @@ class StoreContract:
         with pytest.raises(FileNotFoundError):
             store.read("a/1")
 
+    def test_the_size_of_a_folder_is_that_of_all_files_below(self, store: Store) -> None:
+        for name in ("a/1", "a/2/3", "ab", "b"):
+            store.commit(name, b"four")
+        assert [store.num_bytes(folder) for folder in ("", "a", "a/2", "nowhere")] == [16, 8, 4, 0]
+
     def test_what_the_source_of_the_chunks_raises_is_raised_as_it_is_and_nothing_is_written(self, store: Store) -> None:
         failure = TimeoutError("the world has ended")
 

@@ -23,6 +23,7 @@ from steadfast.run.ledger import Ledger, StepStats, StepTimes
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import Line, open_stream, read_lines
+from tests.support.json_tables import check_document
 
 NUM_SAMPLES = 61  # of tests.support.small.Tokens; 55 of them are trained on
 RUN = """
@@ -299,9 +300,11 @@ def test_the_command_prints_the_numbers(claimed: str, capsys: pytest.CaptureFixt
         "steps     1 to 13, each once; 3 lines redone by a later attempt",
         "samples   152 used, 55 in an epoch",
         "epochs    3 finished, each with every training sample once",
-        "digests   14 compared, all as planned; 1 step unconfirmed",
+        "digests   14 compared, all as planned; 1 step whose record was lost with a worker",
         "left out  1 step of 13 samples, by rollbacks",
     ]
+    assert main(0.0, ["audit", claimed, "--json"]) == 0
+    check_document("`audit`", json.loads(capsys.readouterr().out))
 
 
 def test_the_command_tells_the_counter_example(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,6 +314,7 @@ def test_the_command_tells_the_counter_example(run: Written, claimed: str, capsy
     assert main(0.0, ["audit", claimed, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["proved"], found["counter_example"]["step"]) == (False, 3)
+    check_document("`audit`", found, table=1)
 
 
 def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
@@ -327,11 +331,11 @@ def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     assert main(0.0, ["audit", uri]) == 2
     said = capsys.readouterr().err
     assert "error: data.target tests.support.small:Tokens: the run's config.yaml names this code" in said
-    assert f"main.py audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
+    assert f"steadfast audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
     assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
     said = capsys.readouterr().err
     assert "error: data.order.target os:system: the run's config.yaml names this code" in said
-    assert f"main.py audit {uri} --samples 61 --trust-code" in said
+    assert f"steadfast audit {uri} --samples 61 --trust-code" in said
     assert not (tmp_path / "touched").exists()
     written.directory.write_config(parse_config(text))
     assert main(0.0, ["audit", uri, "--trust-code"]) == 0

@@ -13,14 +13,17 @@ from typing import Any
 import pytest
 
 from steadfast.analysis.compare import Comparison, HeldLines, compare, relative_difference
+from steadfast.analysis.report.course import Course
+from steadfast.analysis.report.figures import losses_of
 from steadfast.cli import main
 from steadfast.config import parse_config
 from steadfast.errors import ConfigError, UsageError
 from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import AttemptStarted
+from steadfast.run.events import AttemptEnded, AttemptStarted, RunStarted, Validation
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import Line, open_stream
+from tests.support.json_tables import check_document
 
 RUN = """
 batch: {global_size: 12, microbatch_size: 2}
@@ -305,7 +308,8 @@ def test_the_command_says_that_runs_are_the_same(pair: Pair, capsys: pytest.Capt
     pair.ended("a", "a")
     pair.compare()
     assert main(0.0, ["compare", *pair.uris]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    verdict, _, _ = capsys.readouterr().out.partition("\n\n")
+    assert verdict.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
         "no difference found in the compared values",
@@ -324,19 +328,22 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
         each.update({"weights": "f" * 32} if "weights" in each else {"loss": each["loss"] * 1.5})
     pair.compare()
     assert main(0.0, ["compare", *pair.uris]) == 1
-    assert capsys.readouterr().out.splitlines() == [
+    verdict, _, table = capsys.readouterr().out.partition("\n\n")
+    assert verdict.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
-        "their configurations make them different runs:",
-        "  run.seed: 1 and 2",
+        "their configurations make them different runs: run.seed",
         f"they differ, first at step 6: different weights after this step, with digests {6:032x} and {'f' * 32}",
         "  A: attempt 1: 2 workers with 3, 3 microbatches",
         "  B: attempt 1: 2 workers with 3, 3 microbatches",
         "steps     10 compared, with their samples; A has reached step 10, B step 10",
         "losses    10 compared",
         "weights   3 digests compared: the same up to step 3, different since step 6",
-        "other differences of the configurations:",
-        "  optimizer.lr: 0.001 and 0.01",
+    ]
+    assert [row.split() for row in table.splitlines()[:3]] == [
+        ["A:", "a", "B:", "b"],
+        ["run.seed", "1", "2"],
+        ["optimizer.lr", "0.001", "0.01"],
     ]
     assert main(0.0, ["compare", *pair.uris, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -344,6 +351,74 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
     assert found["first"]["step"] == 6
     assert found["first"]["ran"][1]["shares"] == [3, 3]
     assert found["changes"][0] == {"key": "run.seed", "a": 1, "b": 2, "identity": True}
+    check_document("`compare`", found)
+
+
+@pytest.fixture
+def three(pair: Pair) -> list[RunDirectory]:
+    """Three runs: the second has other keys and a validation, and the third a resize but no configuration."""
+    third = RunDirectory(LocalStore(Path(pair.uris[0]).parent / "c"))
+    Ownership.claim(third.store).release()
+    pair.configure("run.seed=2", "optimizer.lr=1e-2", "run.name=b")
+    pair.lines = [[line(step) for step in range(1, 11)] for _ in range(3)]
+    pair.directories.append(third)
+    times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
+    for directory, lines in zip(pair.directories, pair.lines, strict=True):
+        directory.record(RunStarted(time_s=90.0, launcher="ray"))
+        with closing(open_stream(directory.store, STEPS)) as stream:
+            stream.write(lines)
+    pair.directories[1].record(Validation(time_s=111.0, step=10, metrics={"loss": 1.5, "top1": 0.5}))
+    third.record(AttemptStarted(time_s=101.0, attempt=1, step=0, source="start", world_size=2, **times))
+    third.record(AttemptEnded(time_s=104.0, attempt=1, cause="resized", step=4))
+    third.record(AttemptStarted(time_s=105.0, attempt=2, step=4, source="rank 0", world_size=3, **times))
+    return pair.directories
+
+
+def test_three_runs_are_a_table_of_keys_results_and_costs(
+    three: list[RunDirectory], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    uris = [directory.uri for directory in three]
+    assert main(0.0, ["compare", *uris, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == uris
+    assert found["keys"] == [
+        {"key": "run.seed", "values": [1, 2, "unknown"]},
+        {"key": "optimizer.lr", "values": [0.001, 0.01, "unknown"]},
+    ]
+    assert "same" not in found
+    assert found["outcomes"][1]["metrics"] == {"loss": 1.5, "top1": 0.5}
+    assert [each["wall_s"] for each in found["outcomes"]] == [20.0, 21.0, 20.0]
+    assert [each["worker_s"] for each in found["outcomes"]] == [40.0, 42.0, 40.0]
+    assert [each["interruptions"] for each in found["outcomes"]] == [{}, {}, {"resize": 1}]
+    assert main(0.0, ["compare", *uris]) == 0
+    rows = {}
+    for row in capsys.readouterr().out.splitlines():
+        heading, *cells = re.split("  +", row.strip())
+        rows[heading] = cells
+    assert rows["a"] == ["b", "c"]  # the headings
+    assert rows["optimizer.lr"] == ["0.001", "0.01", "unknown"]
+    assert rows["validation top1"] == ["0.5000"]
+    assert rows["worker-seconds"] == ["40", "42", "40"]
+    assert rows["interruptions"] == ["0", "0", "1 resize"]
+
+
+def test_page_of_a_comparison_has_the_losses_of_all_runs(three: list[RunDirectory], tmp_path: Path) -> None:
+    uris = [directory.uri for directory in three]
+    place = tmp_path / "page.html"
+    assert main(0.0, ["compare", *uris, "--html", str(place)]) == 0
+    page = place.read_text()
+    assert "<h1>a, b, c</h1>" in page
+    assert "optimizer.lr</td>" in page
+    drawing = losses_of({directory.name: Course.read(directory) for directory in three})
+    assert [*drawing.legend] == ["a", "b", "c"]
+    assert len({*drawing.legend.values()}) == 3
+
+
+def test_page_that_cannot_be_written_is_bad_usage(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    pair.compare()
+    assert main(0.0, ["compare", *pair.uris, "--html", "/nowhere/page.html"]) == 2
+    assert "--html /nowhere/page.html cannot be written: No such file or directory" in capsys.readouterr().err
 
 
 def test_the_command_says_what_it_could_not_compare(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,8 +436,7 @@ def test_the_command_says_what_it_could_not_compare(pair: Pair, capsys: pytest.C
     ("runs", "said"),
     [
         (["nowhere", "there"], "/nowhere"),
-        (["a"], "compare takes two runs, for example: compare ddp other"),
-        (["a", "b", "c"], "compare takes two runs"),
+        (["a"], "compare takes two runs or more, for example: compare ddp other"),
     ],
 )
 def test_bad_usage(runs: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from steadfast.cli import main
 from steadfast.commands.plan import plan
@@ -17,6 +20,7 @@ from steadfast.optim.optimizer import build_optimizer
 from steadfast.parallel.buckets import GradientBuckets
 from steadfast.tasks import build_task
 from tests.support.allocator import peak_bytes
+from tests.support.json_tables import check_document
 
 RUN = """
 run: {steps: 100}
@@ -115,3 +119,49 @@ def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.Captur
     offloaded = ["parallel.kind=fsdp", "parallel.cpu_offload=true", "scaling.num_workers=2"]
     assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", *offloaded]) == 0
     assert re.search(r" MiB on its GPU, .* MiB in the memory of its machine\n", capsys.readouterr().out)
+
+
+def resharding(*overrides: str) -> list[dict[str, Any]]:
+    words = ["parallel.kind=fsdp", "model.num_layers=6", "model.embed_dim=128", "scaling.num_workers=2"]
+    (world,) = plan(config_of(*words, *overrides), None)["worlds"]
+    found: list[dict[str, Any]] = world["resharding"]
+    freed, kept = found
+    configured = found["parallel.reshard_after_forward=false" in overrides]
+    assert world["memory_bytes"] == configured["memory_bytes"]
+    assert (freed["after_forward"], kept["after_forward"]) == (True, False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    return resharding()
+
+
+def test_plan_has_the_gathers_and_memory_of_both_ways_to_reshard(both: list[dict[str, Any]]) -> None:
+    freed, kept = both
+    assert (freed["gathers"], kept["gathers"]) == (6, 1)  # three microbatches each
+    one = 4 * 12 * 128**2  # the matrices of a layer
+    # One layer, or two while the next one is fetched, is gathered at the peak in any case.
+    assert 4 * one <= kept["memory_bytes"] - freed["memory_bytes"] <= 6 * one
+
+
+def test_layers_gathered_for_a_step_take_no_more_than_those_gathered_for_a_microbatch(
+    monkeypatch: pytest.MonkeyPatch, both: list[dict[str, Any]]
+) -> None:
+    """So `reshard_after_forward=false` need not gather again for each microbatch."""
+    honest = FSDPModule.set_reshard_after_backward
+    monkeypatch.setattr(FSDPModule, "set_reshard_after_backward", lambda self, _: honest(self, True))
+    freed, gathered_again = resharding("parallel.reshard_after_forward=false")
+    assert freed == both[0]
+    assert both[1]["memory_bytes"] <= gathered_again["memory_bytes"]
+
+
+def test_plan_prints_both_ways_to_reshard(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", "ddp.yaml", "model.num_layers=1", "parallel.kind=fsdp", "scaling.num_workers=[1,2]"]
+    assert main(0.0, words) == 0
+    table = (
+        r"workers  true +false\n      1  0    [\d.]+ MiB +0    [\d.]+ MiB\n      2  6    [\d.]+ MiB +1    [\d.]+ MiB\n"
+    )
+    assert re.search(table, capsys.readouterr().out)
+    assert main(0.0, [*words, "--json"]) == 0
+    check_document("`plan`", json.loads(capsys.readouterr().out))

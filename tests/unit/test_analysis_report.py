@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from steadfast.analysis.report import figures
-from steadfast.analysis.report.course import Course, Curve
+from steadfast.analysis.report.course import Course, Curve, Trace
 from steadfast.analysis.report.write import reported, write_report
 from steadfast.config import parse_config
 from steadfast.errors import TrainingError, UsageError
@@ -91,6 +92,10 @@ def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None
     around = page.partition("<script>")[0] + page.partition("</script>")[2]
     assert re.findall(r"<[^>]*\b(?:src|href)=", around) == []
     assert 'content="default-src' in page
+    for title in ("at step", "why", "steps lost", "time lost"):
+        assert page.count(f'data-head="{title}"') == 2  # a narrow screen shows it beside the value
+    assert "<p>No time: data wait, validation, snapshot, checkpoint wait, " in page
+    assert "measuring held-out samples" not in page
     for told in ("8.0 s", "2 → 1", "snapshot", "40%", "waiting for workers", "NVIDIA H200", "62%"):
         assert told in page
 
@@ -100,7 +105,7 @@ def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
     assert [*drawing.legend] == ["alpha", HOSTILE, "workers"]
     drawn = drawing.plot.renderers[0].data_source.data
     assert list(drawn["top"]) == [1, 2, 1, 2]
-    assert list(drawn["left"]) == [10.0, 10.0, 20.0, 24.0]
+    assert list(drawn["left"]) == [0.0, 0.0, 10.0, 14.0]  # from the first step on, without the start
 
 
 def test_each_command_that_ended_before_its_first_step_has_a_bar(
@@ -128,6 +133,60 @@ def test_of_a_long_run_few_points_are_kept() -> None:
     assert curve.steps[-1] > 9_800
     curve.add(5_000, {"loss": 0.0})  # done again
     assert all(step <= 5_000 for step in curve.steps)
+
+
+def test_trace_keeps_the_extremes_of_a_long_run_and_has_its_means() -> None:
+    values = [1.0, 3.0] * 5_000
+    values[4_321] = 50.0
+    trace = Trace.of(range(1, 10_001), values, most_points=100)
+    assert len(trace.steps) == 100
+    assert trace.steps == sorted(trace.steps)
+    assert trace.values[trace.steps.index(4_322)] == 50.0
+    assert {round(mean) for mean in trace.means} == {2}
+    assert Trace.of([1, 2], [3.0, 4.0]) == Trace([1, 2], [3.0, 4.0], [3.0, 4.0])
+
+
+def test_losses_are_those_of_every_step_that_counts(directory: RunDirectory) -> None:
+    lines: list[dict[str, Any]] = [{"step": 3, "attempt": 9, "loss": None}, {"step": 4, "attempt": 9, "loss": math.nan}]
+    with closing(open_stream(directory.store, STEPS)) as stream:
+        stream.write([*lines, {"step": 5, "attempt": 9, "loss": 0.25}])
+    losses = Course.read(directory).losses()
+    assert (losses.steps, losses.values) == ([1, 2, 5, 6], [2.0, 2.0, 0.25, 2.0])
+
+
+def test_report_shows_metrics_rate_and_gradient_norm(directory: RunDirectory) -> None:
+    with closing(open_stream(directory.store, METRICS)) as stream:
+        figures_of_step = {"lr": 1e-5, "grad_norm": 2.5, "metrics": {HOSTILE: 0.5, "odd": "text"}}
+        stream.write([{"step": 6, "attempt": 3, "loss": 2.0, **figures_of_step}])
+    directory.record(events.Validation(time_s=START_S + 26, step=6, metrics={"loss": 1.5, "top1": 0.75}))
+    course = Course.read(directory)
+    assert course.metrics() == [HOSTILE, "top1"]
+    assert [*figures.metric(course, HOSTILE).legend] == ["training", "failure", "resize"]
+    assert [*figures.metric(course, "top1").legend] == ["validation", "failure", "resize"]
+    page = Path(write_report(directory)).read_text()
+    for told in ("<h3>top1</h3>", "<b>0.7500</b><span>validation top1</span>", "<b>1.500</b>", "Gradient norm"):
+        assert told in page
+    assert "<img" not in page
+
+
+def test_report_of_a_run_without_validation_has_no_such_series(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
+    write(directory, attempt=1, steps=range(1, 4), world_size=1, began_s=START_S + 10)
+    assert [*figures.losses(Course.read(directory)).legend] == ["training"]
+    page = Path(write_report(directory)).read_text()
+    assert "validation loss" not in page
+    assert "<h3>Learning rate</h3><p>No figures yet.</p>" in page
+
+
+@pytest.mark.parametrize(("num_steps", "shown"), [(4, "start-up 10 s · training 4 s"), (400, "goodput 97.6%")])
+def test_short_run_shows_seconds_in_place_of_goodput(tmp_path: Path, num_steps: int, shown: str) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
+    write(directory, attempt=1, steps=range(1, num_steps + 1), world_size=1, began_s=START_S + 10)
+    page = Path(write_report(directory)).read_text()
+    assert f"<p>{shown} · not interrupted</p>" in page
+    assert ("goodput" in page.partition("</header>")[0]) == (num_steps > 300)
 
 
 def test_a_report_that_fails_is_a_warning(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

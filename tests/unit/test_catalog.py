@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_version_is_no_damaged_one(catalog: Catalog, sto
     store.files[f"{path_of(7)}/manifest.json"] = data
     with pytest.raises(StorageError, match=r"memory/checkpoints/step-00000007: .* is of version [13], .* run.name"):
         catalog.manifest(7)
-    assert "is of version" in next(examine(catalog))[0]
+    assert "is of version" in next(examine(catalog)).what
 
 
 def test_another_version_that_nobody_signed_is_damage() -> None:

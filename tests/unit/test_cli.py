@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,15 +22,18 @@ from steadfast.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 
-TAKES = {
+TAKES: dict[str, list[str]] = {
+    "init": ["FOLDER"],
+    "completion": [],
     "train": ["--config FILE", "key=value", "--job"],
     "plan": ["--config FILE", "key=value", "--mtbf TIME", "--json"],
     "scale": ["RUN", "--workers MIN:MAX", "--storage PLACE"],
-    "status": ["RUN", "--watch", "--json", "--storage PLACE"],
-    "config": ["SECTION"],
+    "status": ["RUN", "--watch", "--live", "--port N", "--json", "--storage PLACE"],
+    "config": ["SECTION", "--schema"],
     "report": ["RUN", "--storage PLACE"],
     "audit": ["RUN", "--samples N", "--json", "--trust-code", "--storage PLACE"],
-    "compare": ["RUN", "--json", "--storage PLACE"],
+    "compare": ["RUN", "--html FILE", "--json", "--storage PLACE"],
+    "runs": ["--delete NAME", "--yes", "--json", "--storage PLACE"],
     "doctor": ["RUN", "--config FILE", "key=value", "--json", "--storage PLACE"],
     "export": ["RUN", "--out FILE", "--step N", "--trust-code", "--storage PLACE"],
     "chaos": ["--config FILE", "key=value", "--minutes N"],
@@ -67,7 +72,7 @@ def test_each_verb_has_a_help_of_its_own(verb: str, option: str, capsys: pytest.
 def test_without_a_verb_help_is_the_overview(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(0.0, words) == 0
     text = capsys.readouterr().out
-    assert text.startswith("usage: steadfast [verb] --config FILE [key=value ...]\n\nrun:\n  train (default)  ")
+    assert text.startswith("usage: steadfast [verb] --config FILE [key=value ...]\n\nbegin:\n  init [FOLDER]  ")
     for verb in VERBS.values():
         assert f"  {verb.usage}  " in text
         assert verb.summary in " ".join(text.split())
@@ -76,7 +81,28 @@ def test_without_a_verb_help_is_the_overview(words: list[str], capsys: pytest.Ca
 
 def test_without_arguments_three_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(0.0, []) == 0
-    assert capsys.readouterr().out.count("\n  python main.py ") == 3
+    assert capsys.readouterr().out.count("\n  steadfast ") == 3
+
+
+def test_version_prints_steadfast_torch_and_ray_in_one_line_without_importing_them() -> None:
+    code = (
+        "import sys; from steadfast.cli import main; main(0.0, ['--version']); print({'torch', 'ray'} & {*sys.modules})"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    line, imported = answer.stdout.splitlines()
+    assert line == ", ".join(f"{name} {version(name)}" for name in ("steadfast", "torch", "ray"))
+    assert imported == "set()"
+
+
+def test_version_names_a_package_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("steadfast.cli.version", missing)
+    assert main(0.0, ["--version"]) == 0
+    assert capsys.readouterr().out == "steadfast not installed, torch not installed, ray not installed\n"
 
 
 @pytest.mark.parametrize("words", [["train"], []])
@@ -107,6 +133,13 @@ def test_a_verb_may_stand_behind_options(words: list[str], monkeypatch: pytest.M
     monkeypatch.setattr("steadfast.commands.scale.run_on_cluster", lambda options: given.append(options) or 0)
     assert main(0.0, words) == 0
     assert [(options.runs, options.workers, options.cluster) for options in given] == [(["ddp"], "2:8", "c.yaml")]
+
+
+def test_a_storage_may_be_called_like_a_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr("steadfast.commands.scale.run_on_cluster", lambda options: given.append(options.storage) or 0)
+    assert main(0.0, ["--storage", "runs", "scale", "ddp", "--workers", "2", "--cluster", "c.yaml"]) == 0
+    assert given == ["runs"]
 
 
 def test_a_file_may_be_called_like_a_verb(
@@ -324,3 +357,11 @@ def test_main_py_puts_its_checkout_first_also_for_the_processes_that_it_starts(t
     command = [sys.executable, "-c", shows, str(ROOT / "main.py")]
     shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert shown.stdout.strip().split(os.pathsep) == [str(ROOT / "app"), str(tmp_path)]
+
+
+def test_commands_that_messages_propose_are_there_for_an_installed_user() -> None:
+    only_in_a_checkout = re.compile(rf"main\.py ({'|'.join(VERBS)}|{{)|pip install [^\"`]*'\.\[")
+    found = []
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        found += only_in_a_checkout.findall(path.read_text())
+    assert not found

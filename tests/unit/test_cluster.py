@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import threading
@@ -14,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from ray._private import services
 
-from steadfast.config import parse_config
+from steadfast.config import ClusterConfig, parse_config
 from steadfast.errors import UsageError
 from steadfast.orchestration import cluster
 from steadfast.orchestration.cluster import find_cluster
@@ -35,6 +36,20 @@ def written_down(folder: Path, address: str) -> None:
 def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def test_a_program_whose_ray_runs_is_told_which_keys_come_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.get_runtime_context", lambda: Mock(gcs_address="10.0.0.1:6379"))
+    monkeypatch.delenv("RAY_CHDIR_TO_TRIAL_DIR", raising=False)
+    with cluster.restored_settings():
+        assert cluster.running_cluster(ClusterConfig()) == "10.0.0.1:6379"
+        assert os.environ["RAY_CHDIR_TO_TRIAL_DIR"] == "0"
+    assert "RAY_CHDIR_TO_TRIAL_DIR" not in os.environ
+    late = ClusterConfig(address="local", env={"A": "b"}, pip=("einops",))
+    with pytest.raises(
+        UsageError, match=r"^cluster\.address, cluster\.env, cluster\.pip: Ray is running .*runtime_env="
+    ):
+        cluster.running_cluster(late)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import pytest
 from steadfast.cli import main
 from steadfast.commands.plan import plan, warnings
 from steadfast.config import Config, parse_config
+from tests.support.json_tables import check_document
 
 RUN = """
 run: {steps: 100}
@@ -37,6 +38,23 @@ def test_shares_pads_and_idle_time_of_each_world() -> None:
     sharded = plan(config_of("parallel.kind=fsdp"), None)
     assert [world["pads"] for world in sharded["worlds"]] == [0, 0, 2, 4, 0]
     assert (found["steps"], found["step_units"]) == (100, 12 * 64)
+
+
+def test_stages_have_memory_and_idle_time_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parallel={kind: pipeline, stages: 2}", "scaling.num_workers=[2, 4]"]
+    found = plan(config_of(*words), None)
+    assert [world["shares"] for world in found["worlds"]] == [(6,), (3, 3)]
+    assert [round(world["idle"], 3) for world in found["worlds"]] == [round(1 / 7, 3), round(1 / 4, 3)]
+    first, last = found["stages"]
+    assert first["layers"] == last["layers"] == 1
+    whole = sum(found["worker_bytes"].values())
+    assert max(first["memory_bytes"], last["memory_bytes"]) < whole
+    # Six microbatches of two samples of 64 tokens, each 64 numbers in fp32.
+    assert found["link_bytes"] == 6 * 2 * 64 * 64 * 4
+    every = plan(config_of("parallel={kind: pipeline, stages: 2, schedule: gpipe}", words[1]), None)
+    assert every["stages"][0]["memory_bytes"] > first["memory_bytes"]
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=2", *words]) == 0
+    assert "stage  layers  memory" in capsys.readouterr().out
 
 
 def test_a_size_that_is_measured_is_planned_with_at_its_largest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +92,9 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert "\n      4  1 to 2                        0   25%  " in text
     assert "\nwarning: checkpoint.every 5 minutes is longer than the 2m between two failures" in text
     assert main(0.0, [*words, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["warnings"]) == 2
+    check_document("`plan`", found)
 
 
 def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

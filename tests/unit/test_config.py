@@ -66,6 +66,10 @@ BAD = [
     ("run: {name: a/b}", "x.yaml:1: run.name: String should match pattern"),
     ("run: 7", "x.yaml:1: run: must be a valid dictionary or instance of RunConfig, found 7"),
     ("scaling: {gpus_per_worker: atuo}", "x.yaml:1: scaling.gpus_per_worker: must be 'auto' or must be a valid"),
+    (
+        "parallel: {kind: fsdp, reshard_after_forward: nie}",
+        "x.yaml:1: parallel.reshard_after_forward: must be a valid boolean, unable to interpret input or must be",
+    ),
     ("scaling: {num_workers: [4, 2]}", "x.yaml:1: scaling.num_workers: must be [min, max] with min at most max, "
      "found [4, 2]"),
     ("scaling: {num_workers: [4]}", "x.yaml:1: scaling.num_workers.1: missing"),
@@ -205,6 +209,14 @@ def test_the_canonical_config_is_the_defaults_but_for_a_length_that_a_laptop_can
 def test_a_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"dpd.yaml: no such file, here or in configs/; nearest is ddp.yaml"):
         load_config("dpd.yaml")
+
+
+def test_a_file_that_is_not_there_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadfast.config.load.CONFIGS", tmp_path / "configs")
+    with pytest.raises(
+        ConfigError, match=r"ddp.yaml: no such file\. An installed package has no configs/.*steadfast init"
+    ):
+        load_config("ddp.yaml")
 
 
 def test_overrides() -> None:

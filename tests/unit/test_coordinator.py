@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +24,7 @@ from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.orchestration.supervisor import Abort, Dump, Lose, Record, Release
 from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
 from steadfast.plan import End
-from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.directory import STEPS, Request, RunDirectory
 from steadfast.run.events import (
     AttemptEnded,
     AttemptStarted,
@@ -40,6 +41,7 @@ from steadfast.run.events import (
 from steadfast.run.owner import Ownership, read_owner
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
+from steadfast.telemetry.console import Console
 from tests.support.events import event_lines
 
 
@@ -117,6 +119,7 @@ def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_small
     assert worlds.told() == []
     (shrunk,) = worlds.directory.events(ForwardsShrunk)
     assert (shrunk.step, shrunk.forward_size, shrunk.error) == (8, 4, "CUDA out of memory.")
+    assert shrunk.rank == worlds.subject.membership.rank_of("a")
     (ended,) = worlds.directory.events(AttemptEnded)
     assert ended.cause == "out of memory"
     assert worlds.directory.amendments().forward_size == 4
@@ -220,7 +223,8 @@ class Worlds:
         """Form the next world. It `starts` if it finishes a step; `step` is the furthest one in the ledger."""
         # The one that may be new comes first: survivors would not wait for it.
         names = [name for name in ("c", "b", "a") if name not in self.subject._dead]
-        places = await asyncio.gather(*(self.subject.join(Member(name, None, name)) for name in names))
+        members = [Member(name, None, name, pid=ord(name), host=f"host of {name}") for name in names]
+        places = await asyncio.gather(*map(self.subject.join, members))
         (self.attempt,) = {place.attempt for place in places if isinstance(place, WorldAssignment)}
         if starts:
             seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
@@ -313,6 +317,23 @@ async def a_death_that_is_told_after_the_next_world_has_formed(worlds: Worlds) -
     former = FailureReport(FailureKind.PEER, worlds.attempt, 7, ERROR, "")
     await worlds.form()
     await worlds.subject.failed("b", former)
+
+
+@pytest.mark.parametrize("what", [a_death_before, an_exception_of_another])
+def test_a_failure_names_rank_process_and_host_of_its_worker(
+    tmp_path: Path, what: Callable[[Worlds], Awaitable[None]]
+) -> None:
+    ranks: tuple[str, ...] = ()
+
+    async def story(worlds: Worlds) -> None:
+        nonlocal ranks
+        await worlds.form()
+        ranks = worlds.subject.membership.world
+        await what(worlds)
+
+    worlds = play(tmp_path, story, silence_s=LONG_S)
+    (line,) = [line for line in event_lines(worlds.directory) if line["event"] == "failure"]
+    assert (line["rank"], line["pid"], line["host"]) == (ranks.index("c"), ord("c"), "host of c")
 
 
 EXPLAINED = {
@@ -469,7 +490,7 @@ def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
     if step:
         directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
     nothing = cast(Any, None)
-    fit = Fit(nothing, None, directory, nothing, nothing, 2, 2, "", only_saves=False)
+    fit = Fit(nothing, None, directory, Console(), nothing, 2, 2, "", only_saves=False)
     error = fit._explained(Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
     assert (error.exit_code, str(error)) == (code, says)
 
@@ -491,6 +512,19 @@ def test_command_comes_back_if_an_embedded_raylet_has_left_its_cluster_and_still
     with pytest.raises(raised) if raised else contextlib.nullcontext():
         fit._fit()
     assert isinstance(fit._error, HeadDied)
+
+
+def test_the_signal_that_stops_the_run_is_published_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadfast.orchestration.trainer.ray.wait", lambda asked, timeout: ([], asked))
+    coordinator = Mock()
+    interrupts = cast(Any, SimpleNamespace(stopping=True))
+    directory = RunDirectory(LocalStore(tmp_path))
+    fit = Fit(Mock(), coordinator, directory, Mock(), interrupts, 2, 2, "", only_saves=False)
+    fit._say_stopping("SIGTERM to pid 7 on h")
+    fit._show_events()
+    fit._show_events()
+    notice = Notice(text="SIGTERM to pid 7 on h: the run stops after this step")
+    coordinator.publish.remote.assert_called_once_with(notice)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -671,15 +705,15 @@ def test_the_coordinator_of_a_killed_command_writes_no_failure_into_the_next_com
 def test_a_check_that_fails_is_not_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = RunDirectory.pop_scale_request
+    honest = RunDirectory.pop_request
     errors = [ZeroDivisionError()]
 
-    def look(directory: RunDirectory) -> tuple[int, int] | None:
+    def look(directory: RunDirectory) -> Request | None:
         if errors:
             raise errors.pop()
         return honest(directory)
 
-    monkeypatch.setattr(RunDirectory, "pop_scale_request", look)
+    monkeypatch.setattr(RunDirectory, "pop_request", look)
 
     async def story(worlds: Worlds) -> None:
         worlds.directory.request_scale(1, 1)
@@ -691,6 +725,36 @@ def test_a_check_that_fails_is_not_the_last(
     worlds = play(tmp_path, story)
     assert [event.after for event in worlds.directory.events(Scale)] == [(1, 1)]
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_worker_is_killed_on_request_and_its_death_is_not_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr("ray.kill", killed.append)
+
+    async def story(worlds: Worlds) -> None:
+        watching = asyncio.ensure_future(watch(worlds))
+        worlds.directory.request_kill(0)
+        while worlds.directory.has_request():  # without a world there is no worker to kill
+            await asyncio.sleep(0.01)
+        members = [Member(name, f"actor of {name}", name) for name in "abc"]
+        await asyncio.gather(*map(worlds.subject.join, members))
+        for rank in (7, 1):
+            worlds.directory.request_kill(rank)
+            while worlds.directory.has_request():
+                await asyncio.sleep(0.01)
+        while not killed:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    worlds = play(tmp_path, story)
+    name = worlds.subject.membership.world[1]
+    assert killed == [f"actor of {name}"]
+    (notice,) = worlds.directory.events(Notice)
+    assert notice.text == f"rank 1 (worker {name}) is killed, as a user has requested"
+    assert worlds.told() == []
 
 
 @pytest.mark.usefixtures("watched")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
 import pytest
+import yaml
 
 from steadfast.cli import main
 from steadfast.config import parse_config
 from steadfast.config.base import Section
-from steadfast.config.describe import SECTIONS, describe
+from steadfast.config.describe import SECTIONS, describe, json_schema
+from steadfast.config.document import Loader
 from steadfast.config.schema import Config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def test_what_is_printed_loads_as_the_defaults() -> None:
@@ -47,3 +57,54 @@ def test_one_section_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_section_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(0.0, ["config", "optimiser"]) == 2
     assert "there is no section optimiser; there are: run, cluster" in capsys.readouterr().err
+
+
+@cache
+def validator() -> Any:
+    return jsonschema.Draft202012Validator(json_schema())
+
+
+def problems(text: str) -> list[str]:
+    """Return what the schema says of the text of a configuration file."""
+    return [error.message for error in validator().iter_errors(yaml.load(text, Loader))]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_schema_accepts_every_file_of_configs(path: Path) -> None:
+    assert not problems(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        describe(SECTIONS),
+        "optimizer: {lr: 1.0e-3}",  # without its kind, the section fits several kinds
+        "scaling: {num_workers: 2}",
+        "cluster: {env: {OMP_NUM_THREADS: 4, WANDB_API_KEY: null}, env_prefixes: NCCL_}",
+        "batch: {balance: {A100: 3, T4: 1}}",
+        "data: {target: 'mine:Data', order: {target: 'mine:order'}, validation: {target: 'mine:Data'}}",
+        "hooks: [{kind: ema}, {target: 'mine:Hook'}]",
+    ],
+)
+def test_the_schema_accepts_what_the_program_accepts(text: str) -> None:
+    parse_config(text)
+    assert not problems(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["optimiser: {}", "optimizer: {kind: adamv}", "run: {steps: -1}", "batch: {globalsize: 3}", "compile: all"]
+)
+def test_the_schema_refuses_unknown_keys_and_wrong_values(text: str) -> None:
+    assert problems(text)
+
+
+def test_the_schema_has_the_meaning_of_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["config", "--schema"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json_schema()
+    assert "for any number of workers" in found["$defs"]["BatchConfig"]["properties"]["global_size"]["description"]
+
+
+def test_the_schema_of_one_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["config", "run", "--schema"]) == 2
+    assert "takes no section: config --schema > FILE" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from steadfast.config import Config, diff, parse_config
 from steadfast.errors import UsageError
 from steadfast.launch.torchrun import run_under_torchrun
 from steadfast.orchestration import worker_runtime
+from steadfast.orchestration.objects import Objects
 from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec
 from steadfast.run.directory import RunDirectory
 from steadfast.telemetry.console import Console
@@ -179,7 +180,7 @@ def test_ray_says_what_the_device_is_and_the_heartbeats_which_interface(
         variables.setenv("NCCL_SOCKET_IFNAME", own)
     cuda.count = 1 if gpu_ids else 8  # Ray hides the others from a worker that has one
     config = Config()
-    runtime = RayRuntime(WorkerSpec(config, RunDirectory.of(config), coordinator, "127.0.0.1", tmp_path))
+    runtime = RayRuntime(WorkerSpec(config, RunDirectory.of(config), coordinator, "127.0.0.1", tmp_path, Objects(b"")))
     assert runtime.device == (CUDA if gpu_ids else CPU)
     loopback = interface_of("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback

@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
+import sys
 import tomllib
+from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
 
+from steadfast.cli import main, split_verb
+from steadfast.commands.options import is_of_config, read_config
+from steadfast.config import Config, load_config
+from steadfast.errors import SteadfastError
 from tests.documents import DOCS, PAGES
 from tests.documents.reference import reference_page
 from tests.programs.catalog import PROGRAMS
 
 ROOT = DOCS.parent
-CHECKED = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs/architecture.md",
-    "docs/reference.md",
-    "docs/operations.md",
-    "docs/programs.md",
-]
+CHECKED = ["README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
+STARTER = ROOT / "app/steadfast/commands/starter"
+CONFIG_OF_READER = "mine.yaml"  # name, in every page, of a file that the reader writes
+# Programs in the pages' commands that no test runs from there, each with the reason.
+NOT_RUN = {
+    "aws": "needs an account",
+    "cat": "prints a file of a host",
+    "cd": "is part of a longer line",
+    "docker": "needs a container engine; tests/e2e/test_image.py runs the steps of the Dockerfile",
+    "export": "sets a variable",
+    "kubectl": "needs a cluster",
+    "pkill": "ends processes; tests/cluster kill them by their numbers",
+    "ray": "needs hosts; tests/e2e run `ray up`, `ray exec` and `ray down` on simulated ones",
+    "sbatch": "needs Slurm; tests/e2e/test_slurm.py runs the script with stand-ins",
+    "sed": "edits a file with an answer of `aws`",
+    "ssh": "needs another machine",
+    "tensorboard": "serves until it is ended; tests/e2e/test_onprem.py runs it",
+}
 
 
 def quoted(page: str) -> Iterator[str]:
@@ -33,6 +50,8 @@ def quoted(page: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_that_is_made_from_the_code_is_what_would_be_written_now(page: str) -> None:
+    if page == "command_line.md" and sys.version_info >= (3, 13):
+        pytest.skip("argparse of this Python has other words for options than that of 3.11")
     assert (DOCS / page).read_text() == PAGES[page](), "run: make docs"
 
 
@@ -110,6 +129,111 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
     missing = [each for each in paths if not (ROOT / each).exists()]
     missing += [each for each in links if not (folder / each).exists()]
     assert not missing
+
+
+def commands_of(page: str) -> Iterator[list[str]]:
+    """Yield the words of each command in a page's shell blocks, variables before the command left out."""
+    for block in re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield from commands_in(line)
+
+
+def commands_in(line: str) -> Iterator[list[str]]:
+    """Yield the commands of one line of a shell, also those that `ray exec` passes to a host."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;")
+    lexer.whitespace_split = True
+    command: list[str] = []
+    for word in [*lexer, ";"]:
+        if not set(word) <= set("&|;"):
+            # The first words may set variables.
+            if command or not re.match(r"[A-Z_]+=", word):
+                command.append(word)
+            continue
+        if command:
+            yield command
+        if command[:2] == ["ray", "exec"]:
+            yield from commands_in(command[-1])
+        command = []
+
+
+def check_command(command: list[str]) -> None:
+    """Check that a command of a page can be given: verb, options, keys, files, targets of make, extras of pip."""
+    program, *rest = command
+    for word in rest:
+        if re.fullmatch(r"(cluster|configs|tests)/[\w./]+", word):
+            assert (ROOT / word).exists(), word
+    match program:
+        case "steadfast":
+            check_steadfast(rest)
+        case "torchrun":
+            script = "main.py" if "main.py" in rest else "steadfast"  # of -m steadfast
+            check_steadfast(rest[rest.index(script) + 1 :])
+        case "python" if rest[0] == "main.py":
+            check_steadfast(rest[1:])
+        case "python":
+            assert rest[0] == "-m"
+            assert list(ROOT.glob(rest[1].replace(".", "/") + "*")), f"no module {rest[1]}"
+        case "make":
+            assert set(rest) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+        case "pip":
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            for named in re.findall(r"(?:\.|steadfast)\[([\w,]+)\]", " ".join(rest)):
+                assert set(named.split(",")) <= extras.keys()
+        case _:
+            assert program in NOT_RUN, f"{program}: run it in a test, or add it to NOT_RUN with a reason"
+
+
+def check_steadfast(arguments: list[str]) -> None:
+    """Parse a command line of Steadfast as the command does, with everything but the work of the verb."""
+    verb = split_verb(arguments)[0] or "train"
+
+    def run(options: Namespace) -> int:
+        if options.cluster:
+            assert (ROOT / options.cluster).exists() or (STARTER / options.cluster).exists()
+        if (STARTER / (getattr(options, "config", None) or "none")).exists():  # a file that `init` has written
+            options.config = str(STARTER / options.config)
+        overrides = [*getattr(options, "words", []), *filter(is_of_config, getattr(options, "runs", []))]
+        if getattr(options, "config", None) == CONFIG_OF_READER:
+            load_config("ddp.yaml", overrides)
+        elif hasattr(options, "words"):
+            read_config(options)
+        elif getattr(options, "config", None):
+            load_config(options.config, overrides)
+        assert set(getattr(options, "sections", [])) <= Config.model_fields.keys()
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"steadfast.commands.{verb}.run", run)
+        assert main(0.0, ["-v", *arguments]) == 0, arguments
+
+
+@pytest.mark.parametrize("page", CHECKED)
+def test_commands_of_a_page_can_be_given(page: str) -> None:
+    for command in commands_of(page):
+        check_command(command)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "steadfast --config ddp.yaml optimizer.rate=1",
+        "steadfast stats",
+        "steadfast status --wach",
+        "steadfast config optimiser",
+        "python main.py --config no_such_file.yaml",
+        "torchrun --standalone main.py --config ddp.yaml run.step=3",
+        "ray exec cluster/aws.yaml 'cd ~/steadfast && python main.py scale ddp --worker 2'",
+        "ray up -y cluster/no_such_file.yaml",
+        "make no-such-target",
+        "pip install '.[no_such_extra]'",
+        "pip install 'steadfast[no_such_extra]'",
+        "frobnicate",
+    ],
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    commands = list(commands_in(line))
+    with pytest.raises((AssertionError, SteadfastError, SystemExit)):
+        check_command(commands[-1])
 
 
 def test_names_that_the_architecture_names_are_in_the_code() -> None:

@@ -35,6 +35,7 @@ from steadfast.doctor.marks import Marks
 from steadfast.doctor.network import SIZES_BYTES, CollectiveFigures, LinkFigures, sizes_for
 from steadfast.doctor.rounds import rounds
 from steadfast.storage import LocalStore
+from tests.support.json_tables import check_document
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -423,7 +424,9 @@ def test_only_an_error_is_the_exit_code(
     printed = capsys.readouterr()
     assert asked[0].run.storage == "/somewhere"
     if words:
-        assert [each["level"] for each in json.loads(printed.out)["findings"]] == ["ok", level]
+        found = json.loads(printed.out)
+        assert [each["level"] for each in found["findings"]] == ["ok", level]
+        check_document("`doctor`", found)
     progress = printed.err if words else printed.out
     assert f"{level:<8} clocks: w2 is late\n         -> Synchronize it\n" in progress
     counted = {"ok": "0 errors, 0 warnings", "warning": "0 errors, 1 warning", "error": "1 error, 0 warnings"}

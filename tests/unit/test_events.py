@@ -45,6 +45,7 @@ TABLE: list[Event] = [
     events.Profile(
         rank=0, step=14, path="runs/ddp/profile/rank-0.pt.trace.json", table="Name Self CPU %\naten::mm 81 %"
     ),
+    events.Output(member="1f2e3d4c", rank=1, lines=("a", "b")),
     events.AttemptEnded(cause="worker lost", step=43),
     events.AttemptEnded(cause="worker lost"),
     LOG,
@@ -133,7 +134,7 @@ def test_a_field_of_another_release_is_passed_over(event: Event) -> None:
 def test_every_event_is_one_line_without_what_is_not_known(event: Event) -> None:
     line = event.of_attempt(2).stamped().line()
     assert line
-    assert "\n" not in line or isinstance(event, events.Profile)  # which has a table
+    assert "\n" not in line or isinstance(event, events.Profile | events.Output)  # a table, and lines of the user
     assert "None" not in line.replace("step None", "")  # an attempt that ended before its first step says so
 
 
@@ -176,7 +177,7 @@ def test_a_line_without_a_field_of_this_release_is_no_event() -> None:
 
 
 def test_only_what_comes_every_few_steps_is_not_kept() -> None:
-    assert {type(event) for event in TABLE if not event.kept} == {events.Log}
+    assert {type(event) for event in TABLE if not event.kept} == {events.Log, events.Output}
 
 
 def test_kept_events_are_read_back_in_order_without_unreadable_ones(tmp_path: Path) -> None:

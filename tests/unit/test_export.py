@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from steadfast.config import parse_config
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
+from tests.support.json_tables import check_document
 
 MLP = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
@@ -61,6 +63,8 @@ def test_plain_pytorch_loads_what_was_exported(
     out = run / f"weights.{suffix}"
     assert command("export", run, "--out", out) == 0
     assert "4 tensors of step 9" in capsys.readouterr().out
+    (run / "other").touch()
+    assert out.stat().st_mode == (run / "other").stat().st_mode  # whoever may read other files may read this one
     load = safetensors.torch.load_file if suffix == "safetensors" else torch.load
     other = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     other.load_state_dict(load(out))
@@ -98,7 +102,7 @@ def test_a_model_of_code_that_the_run_names_is_not_built_unless_it_is_told_to(
     assert command("export", run, "--format", "hf", "--out", run / "hf") == 2
     said = capsys.readouterr().err
     assert said.startswith("error: model.target os:system: the run's config.yaml names this code")
-    assert f"main.py export {run} --format hf --out {run}/hf --trust-code" in said
+    assert f"steadfast export {run} --format hf --out {run}/hf --trust-code" in said
     assert not (run / "touched").exists()
     assert command("export", run, "--out", run / "weights.pt") == 0  # which builds no model
     assert command("export", run, "--format", "hf", "--out", run / "hf", "--trust-code") == 2
@@ -124,6 +128,13 @@ def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys:
     assert lines[1].startswith("step 9: damaged: checkpoints/step-00000009/rank-0 has other contents")
     assert "loss 0.2500" in lines[2]
     assert sorted(run.rglob("*")) == before
+    assert command("doctor", run, "--json") == 1
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[:2] == lines[:2]
+    found = json.loads(printed.out)
+    check_document("`doctor` of a run", found)
+    states = [(each["step"], each["state"]) for each in found["checkpoints"]]
+    assert states == [(11, "unfinished"), (9, "damaged"), (5, "good")]
 
 
 def damage(run: Path) -> None:

@@ -30,10 +30,11 @@ from steadfast.checkpoint.state import NamedOptimizer, flatten
 from steadfast.config import FsdpConfig, PrecisionConfig
 from steadfast.loop.worker_state import WorkerState
 from steadfast.optim.optimizer import rescale_gradients
-from steadfast.parallel import arrange, build_parallel
+from steadfast.parallel import Parallel, arrange, build_parallel
 from steadfast.parallel.deferred import allocate
-from steadfast.parallel.dtensor import local, on_mesh_of, sharded_like, unsharded
+from steadfast.parallel.dtensor import local, norms_of_parts, on_mesh_of, sharded_like, unsharded
 from steadfast.parallel.precision import Precision, build_precision
+from steadfast.plan import Amendments
 from steadfast.world.communicator import GlooCommunicator
 from steadfast.world.groups import Groups
 from steadfast.world.runtime import World
@@ -138,7 +139,9 @@ def test_the_norm_is_summed_on_the_device_and_the_update_is_made_on_the_host(mes
     with Collectives() as collectives:
         for param in model.parameters():
             param.grad = torch.ones_like(param)
-        norm, norms = rescale_gradients(model, Precision(GPU), torch.ones((), device=GPU), max_norm=0.5, sharded=True)
+        norm, norms = rescale_gradients(
+            model, Precision(GPU), torch.ones((), device=GPU), max_norm=0.5, whole_norms=norms_of_parts
+        )
         assert len(collectives.seen) == 1  # all that is left of a step is one number for each parameter
         unsharded(norms)
         assert collectives.seen == [GPU, GPU]
@@ -268,3 +271,141 @@ def test_formats_follow_the_precision_unless_they_are_given(
         dist.destroy_process_group()
     assert layer.seen == gathered
     assert set(sums) == {summed}
+
+
+NUM_LAYERS, NUM_MICROBATCHES = 4, 4
+
+
+class Layered(nn.Module):
+    """Four layers; the root unit has no parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(NUM_LAYERS))
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return the inputs of all gathers so far."""
+    seen: list[Tensor] = []
+    honest = dist.all_gather_single
+
+    def noted(output: Tensor, input: Tensor, *args: object, **named: object) -> object:
+        seen.append(input)
+        return honest(output, input, *args, **named)
+
+    monkeypatch.setattr(dist, "all_gather_single", noted)
+    return seen
+
+
+def run_step(parallel: Parallel, model: nn.Module) -> None:
+    for left in reversed(range(NUM_MICROBATCHES)):
+        with parallel.synchronize(model, last=left == 0):
+            model(torch.ones(2, 8)).sum().backward()
+    parallel.detach_unused()
+    parallel.clear_gradients(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Twin(GlooCommunicator):
+    """Communicator to a peer that has the same numbers, except that it may lack room."""
+
+    peer_lacks_room = False
+
+    def sum(self, tensor: Tensor) -> None:
+        tensor.mul_(2)
+        tensor[-1] += int(self.peer_lacks_room)
+
+
+def wrapped(communicator: Twin, config: FsdpConfig, forward_size: int | None = None) -> tuple[Parallel, nn.Module]:
+    groups = Groups(communicator.group, communicator, FakeStore(), {}, threading.Event())
+    world = arrange(World(0, 2, 0, groups, amendments=Amendments(forward_size=forward_size)), config)
+    parallel = build_parallel(config, world, Precision(CPU))
+    return parallel, parallel.wrap(Layered())
+
+
+@pytest.fixture
+def twin(ranks: dist.ProcessGroup) -> Twin:
+    return Twin(ranks, threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("section", "num_gathers"),
+    [
+        ({}, 2 * NUM_MICROBATCHES * NUM_LAYERS),
+        ({"reshard_after_forward": True}, 2 * NUM_MICROBATCHES * NUM_LAYERS),
+        ({"reshard_after_forward": False}, NUM_LAYERS),
+        ({"reshard_after_forward": False, "reduce_every_microbatch": True}, NUM_LAYERS),
+        ({"reshard_after_forward": False, "prefetch": 2}, NUM_LAYERS),
+    ],
+    ids=str,
+)
+def test_layers_that_stay_gathered_are_gathered_once_a_step(
+    twin: Twin, gathers: list[Tensor], section: dict[str, Any], num_gathers: int
+) -> None:
+    parallel, model = wrapped(twin, FsdpConfig.model_validate(section))
+    for num_steps in (1, 2):  # the weights have changed in between
+        run_step(parallel, model)
+        assert len(gathers) == num_steps * num_gathers
+        assert all(isinstance(param, DTensor) for param in model.parameters()), "an update needs shards"
+
+
+class Gpu:
+    """Stand-in for the allocator of a GPU of 10,000 bytes, whose peak before the second step says nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, peak: int) -> None:
+        self.peak = 10_000
+        for name, value in {
+            "mem_get_info": lambda device: (10_000 - 3_000, 10_000),
+            "memory_reserved": lambda device: 3_000,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", peak),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+GATHERED = NUM_LAYERS * 4 * (8 * 8 + 8)  # bytes of the whole model
+FITS, FULL = int(10_000 - GATHERED / 0.8 - 1), int(10_000 - GATHERED / 0.8 + 1)
+
+
+@pytest.mark.parametrize(
+    ("peak", "forward_size", "peer_lacks_room", "num_later"),
+    [
+        (FITS, None, False, NUM_LAYERS),
+        (FULL, None, False, 2 * NUM_MICROBATCHES * NUM_LAYERS),
+        (FITS, None, True, 2 * NUM_MICROBATCHES * NUM_LAYERS),
+        (FITS, 1, False, 2 * NUM_MICROBATCHES * NUM_LAYERS),  # a forward has run out of memory before
+    ],
+)
+def test_auto_keeps_layers_gathered_from_the_third_step_on_where_all_ranks_have_room(
+    monkeypatch: pytest.MonkeyPatch,
+    twin: Twin,
+    gathers: list[Tensor],
+    peak: int,
+    forward_size: int | None,
+    peer_lacks_room: bool,
+    num_later: int,
+) -> None:
+    Gpu(monkeypatch, peak)
+    honest = steadfast.parallel.fsdp._Resharding.__init__
+
+    def on_gpu(self: Any, configured: Any, world: World, device: torch.device, param_dtype: Any) -> None:
+        honest(self, configured, world, GPU, param_dtype)
+
+    monkeypatch.setattr(steadfast.parallel.fsdp._Resharding, "__init__", on_gpu)
+    twin.peer_lacks_room = peer_lacks_room
+    parallel, model = wrapped(twin, FsdpConfig(), forward_size)
+    numbers = []
+    for _ in range(4):
+        run_step(parallel, model)
+        numbers.append(len(gathers))
+        gathers.clear()
+    assert numbers[:2] == 2 * [2 * NUM_MICROBATCHES * NUM_LAYERS]
+    assert numbers[2:] == 2 * [num_later]

@@ -85,5 +85,5 @@ def test_what_is_not_there_is_named(saved: str, tmp_path: Path) -> None:
 
 def test_without_the_package_one_error_names_what_to_install(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"data.kind: needs datasets: pip install -c \S+ -e '\.\[huggingface\]' \("):
+    with pytest.raises(ConfigError, match=r"data.kind: needs datasets: pip install 'steadfast\[huggingface\]' \("):
         build_dataset(HuggingFaceData(path=saved))

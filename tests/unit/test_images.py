@@ -94,5 +94,5 @@ def test_without_torchvision_one_error_names_what_to_install(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     with pytest.raises(ConfigError) as raised:
         build_dataset(ImageFolderData(path=write_images(tmp_path)), "data.validation")
-    remedy = "pip install -c constraints.txt -e '.[vision]'"
+    remedy = "pip install 'steadfast[vision]'"
     assert str(raised.value).startswith(f"data.validation.kind: needs torchvision: {remedy} (")

@@ -45,9 +45,9 @@ def test_a_failure_has_a_detection_and_a_way_back() -> None:
 
 
 def test_memory_that_ran_out_is_a_cause() -> None:
-    shrunk = events.ForwardsShrunk(step=13, forward_size=4, error="CUDA out of memory.")
+    shrunk = events.ForwardsShrunk(step=13, forward_size=4, error="CUDA out of memory.", rank=2)
     failure = only(shrunk, events.AttemptEnded(time_s=102.0, attempt=1, cause="out of memory", step=12), SECOND)
-    assert failure.cause == "out of memory: a forward pass now takes at most 4 samples"
+    assert failure.cause == "out of memory on rank 2: a forward pass now takes at most 4 samples"
 
 
 def test_steps_that_were_done_again_cost_time_where_the_ledger_tells() -> None:
@@ -68,8 +68,9 @@ def test_the_time_between_two_commands_counts_for_nobody() -> None:
     commands = [events.RunStarted(time_s=time_s, launcher="ray") for time_s in (50.0, 101.0)]
     restart = only(LOST, *commands, SECOND)
     assert (restart.kind, restart.detected_s, restart.back_s) == ("restart", None, 6.0)
-    assert restart.causes == ("loss of worker m1 on node 01234567: reset", "the command was run again")
-    assert only(events.AttemptEnded(cause="stopped"), commands[1], SECOND).causes == ("the command was run again",)
+    assert restart.causes == ("loss of worker m1 on node 01234567: reset", AGAIN)
+    for end in (events.AttemptEnded(cause="stopped"), events.Failure(error="a bug", fatal=True)):
+        assert only(end, commands[1], SECOND).causes[-1] == "the command was run again"
 
 
 def test_where_the_same_command_begins_again_its_gap_is_detection_and_start_up() -> None:
@@ -89,6 +90,9 @@ def test_what_is_not_over_has_no_end_yet_and_a_spare_that_fails_interrupts_nothi
     assert (pending.kind, pending.ended, pending.attempt, pending.back_s) == ("failure", 1, None, None)
     (of_torchrun,) = read_interruptions([COMMAND, FIRST, events.Failure(time_s=101.0, error="closed by peer\nat x")])
     assert (of_torchrun.time_s, of_torchrun.cause) == (101.0, "closed by peer")
+    bug = events.Failure(time_s=101.0, kind="exception", rank=1, pid=7, host="h", error="ValueError: bug\nat x")
+    (of_rank,) = read_interruptions([COMMAND, FIRST, bug])
+    assert of_rank.cause == "rank 1 (pid 7 on h) raised ValueError: bug"
     assert only(events.RunStarted(time_s=200.0, launcher="ray")).kind == "restart"
     assert read_interruptions([COMMAND, FIRST, LOST]) == []
     assert read_interruptions([COMMAND, LOST, FAILED]) == []
@@ -109,10 +113,11 @@ def test_trackers_mark_the_same_interruptions(tmp_path: Path) -> None:
     past = Past.read(directory)
     assert (past.num_failures, past.num_resizes, past.num_restarts) == (1, 1, 0)
     directory.record(events.RunStarted(time_s=120.0, launcher="ray"))
-    assert Past.read(directory) == Past(1, 0, 1, (f"restart: {only(LOST, FAILED).cause}", f"restart: {AGAIN}"))
+    causes = (f"restart: {only(LOST, FAILED).cause}", f"restart: {AGAIN}")
+    assert Past.read(directory) == Past(1, 0, 1, causes, num_workers=SECOND.world_size, kind="restart")
 
 
-AGAIN = "the command was run again"
+AGAIN = "the command ended without a report, and was run again"
 
 
 @pytest.mark.parametrize("time_s", [101.0, 107.5])

@@ -6,6 +6,7 @@ import ctypes
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,10 +22,10 @@ from tests.support.command import ROOT
 def test_the_second_signal_raises_where_the_process_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.run.interrupts._SAME_S", 0.0)
     former = signal.getsignal(signal.SIGINT)
-    stops: list[bool] = []
-    with Interrupts(lambda: stops.append(True), of_process=False) as interrupts:
+    stops: list[str] = []
+    with Interrupts(stops.append, of_process=False) as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
-        assert (interrupts.stopping, stops) == (True, [True])
+        assert (interrupts.stopping, stops) == (True, [f"SIGINT to pid {os.getpid()} on {socket.gethostname()}"])
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is former
@@ -48,13 +49,13 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not() -> None:
     former: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: former.append(number))  # the default would end the tests
     try:
-        with Interrupts(lambda: stops.append(True)) as interrupts:
+        with Interrupts(lambda _: stops.append(True)) as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             assert (interrupts.stopping, stops, former) == (True, [True], [])
         os.kill(os.getpid(), signal.SIGHUP)
         assert former == [signal.SIGHUP]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        with Interrupts(lambda: stops.append(True)) as interrupts:
+        with Interrupts(lambda _: stops.append(True)) as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not interrupts.stopping
     finally:
@@ -188,7 +189,7 @@ def test_sigterm_ends_no_process_that_is_started_in_between_but_what_that_one_st
 COMMAND = """
 import pty, os, sys, time
 from steadfast.run.interrupts import Interrupts
-with Interrupts(lambda: print("stopping", flush=True)) as interrupts:
+with Interrupts(lambda _: print("stopping", flush=True)) as interrupts:
     with interrupts.spared():
         print("ready", flush=True)
         time.sleep(float(sys.argv[2]))

@@ -35,5 +35,5 @@ def test_a_head_that_is_gone_is_told_in_one_message_with_what_to_do(
 def test_a_ray_without_its_jobs_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     said = RuntimeError("The Ray jobs CLI & SDK require the ray[default] installation")
     monkeypatch.setattr(subject, "JobSubmissionClient", Mock(side_effect=said))
-    with pytest.raises(UsageError, match=r"^--job: The Ray jobs .* installation\. .* pip install .*'\.\[cluster\]'$"):
+    with pytest.raises(UsageError, match=r"^--job: The Ray jobs .*\. .* pip install 'steadfast\[cluster\]'$"):
         subject.run_as_job(RunDirectory.at("runs/run"), {}, [])

@@ -33,15 +33,25 @@ def refuse(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
 def connect_with(error: Exception, config: Config, before: Comebacks, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(error, monkeypatch)
     monkeypatch.setattr(subject, "import_module", Mock())  # its thread would outlive the test
-    launching = subject._Launch(config, Mock(), Mock(), Mock(verbose=False), Interrupts(lambda: None), before)
+    launching = subject._Launch(config, Mock(), Mock(), Mock(verbose=False), Interrupts(), before)
     launching._connect(0.0)
 
 
 def test_it_is_told_with_rays_words_and_what_to_do(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = r"^Ray cannot be started or joined: The current node .* overloaded\. On a very .* the same command"
+    told = r"^Ray cannot be started: The current node .* overloaded\. If Ray timed out, give the same command"
     with pytest.raises(TrainingError, match=told) as raised:
         connect_with(Exception(TIMED_OUT), config, Comebacks(), monkeypatch)
     assert "\n" not in str(raised.value)
+
+
+def test_a_cluster_that_answers_and_refuses_is_told_with_its_address_and_the_token(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "find_cluster", Mock(return_value="192.0.2.1:6379"))
+    told = r"^Ray at 192\.0\.2\.1:6379 answers, but cannot be joined: Failed to connect\. .* RAY_AUTH_MODE=token .*-v"
+    with pytest.raises(TrainingError, match=told) as raised:
+        connect_with(ConnectionError("Failed to connect"), config, Comebacks(), monkeypatch)
+    assert "busy" not in str(raised.value)
 
 
 def test_what_has_a_remedy_of_its_own_is_told_as_it_is(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +81,8 @@ def test_doctor_tells_it_as_a_finding(
         (finding,) = json.loads(printed.out)["findings"]
         assert (finding["level"], finding["check"]) == ("error", "cluster")
         assert finding["what"].endswith("because the GCS has become overloaded")
-        assert finding["remedy"].startswith("On a very busy machine")
+        assert finding["remedy"].startswith("If Ray timed out")
     else:
-        assert "error    cluster: Ray cannot be started or joined: The current node timed out" in printed.out
+        assert "error    cluster: Ray cannot be started: The current node timed out" in printed.out
         assert "give the same command again" in printed.out
         assert printed.out.endswith("\n1 error, 0 warnings\n")

@@ -21,6 +21,7 @@ ABOUT_MORE = {
     "test_layout": "rules for the whole tree",
     "test_leaks": "tests/support/leaks.py, which guards every test",
     "test_odd_input": "damaged files, which every command that reads a run directory may meet",
+    "test_pages": "docs/migrate, docs/defaults.md and docs/does_not_fit.md, with their programs",
     "test_spot_watcher": "cluster/spot_watcher.py",
     "test_strangers": "run directories of another user, which every reading command may meet",
     "test_torch_internals": "private names of torch, which several modules use",

@@ -1,6 +1,9 @@
 """The meters of a log step: the median step and the mean rates."""
 
-from steadfast.telemetry.meters import Meters
+import pytest
+import torch
+
+from steadfast.telemetry.meters import GpuMeter, Meters
 
 
 def test_meters_give_median_step_and_mean_rates() -> None:
@@ -20,3 +23,27 @@ def test_mfu_is_unknown_without_a_peak() -> None:
     meters = Meters(flops_per_sample=5e9)
     meters.record(2.0, num_samples=10, units=10)
     assert meters.snapshot(remaining_steps=3)["mfu"] is None
+
+
+CUDA = torch.device("cuda:0")
+
+
+def test_a_gpu_is_read_in_units_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.utilization", lambda _: 93)
+    monkeypatch.setattr("torch.cuda.device_memory_used", lambda _: 5 * 2**30)
+    monkeypatch.setattr("torch.cuda.power_draw", lambda _: 412_000)
+    expected = {"gpu_utilization": 0.93, "gpu_memory_bytes": 5 * 2**30, "gpu_power_w": 412.0}
+    assert GpuMeter(CUDA).read() == expected
+
+
+def test_without_nvml_or_gpu_there_are_no_figures_and_no_further_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def missing(device: object) -> int:
+        asked.append(device)
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
+
+    monkeypatch.setattr("torch.cuda.utilization", missing)
+    meter = GpuMeter(CUDA)
+    assert [meter.read(), meter.read(), GpuMeter(torch.device("cpu")).read()] == [{}, {}, {}]
+    assert asked == [CUDA]

@@ -136,12 +136,14 @@ def begin(directory: RunDirectory, said: list[str]) -> bool:
         ("summary.json", b'{"status": "finished", "step": "x", "metrics": null}', None),
         ("summary.json", b"[1]", None),
         ("summary.json", NESTED, None),
-        ("scale.json", b"{}", None),
-        ("scale.json", b'{"num_workers": 5}', None),
-        ("scale.json", b'{"num_workers": ["a", 2]}', None),
-        ("scale.json", b'{"num_workers": [3, 2]}', None),
-        ("scale.json", b'{"num_workers": [true, 2]}', None),
-        ("scale.json", NESTED, None),
+        ("request.json", b"{}", None),
+        ("request.json", b'{"num_workers": 5}', None),
+        ("request.json", b'{"num_workers": ["a", 2]}', None),
+        ("request.json", b'{"num_workers": [3, 2]}', None),
+        ("request.json", b'{"num_workers": [true, 2]}', None),
+        ("request.json", b'{"kill": -1}', None),
+        ("request.json", b'{"kill": "1"}', None),
+        ("request.json", NESTED, None),
         ("events.jsonl", b'5\nnull\n{}\n{"event": []}\n{"event": "rollback"}\n\0\n{"eve', None),
         ("steps.jsonl", b'5\nnull\n{}\n{"step": "x"}\n{"step": 3, "time_s": []}\n\xff\n', None),
     ],
@@ -154,7 +156,7 @@ def test_a_file_of_a_run(tmp_path: Path, name: str, content: bytes, said: str | 
         assert begin(directory, [])
         assert directory.amendments().skip == frozenset()
         assert directory.last_step_line() == {}
-        assert directory.pop_scale_request() is None
+        assert directory.pop_request() is None
     else:
         with pytest.raises(SteadfastError) as refused:
             begin(directory, [])

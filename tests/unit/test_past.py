@@ -3,10 +3,7 @@
 from pathlib import Path
 
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import (
-    AttemptStarted,
-    Checkpoint,
-)
+from steadfast.run.events import AttemptEnded, AttemptStarted, Checkpoint, Validation
 from steadfast.storage import LocalStore
 from steadfast.telemetry.past import Past
 
@@ -19,4 +16,9 @@ def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained
     for event in (saved, started):
         directory.record(event)
     past = Past.read(directory)
-    assert (past.committed, past.num_nodes) == (30, 2)
+    assert (past.committed, past.num_nodes, past.num_workers, past.kind) == (30, 2, 2, None)
+    validated = Validation(step=30, metrics={"loss": 2.0})
+    for later in (validated, AttemptEnded(attempt=1, step=40, cause="resized")):
+        directory.record(later)
+    past = Past.read(directory)
+    assert (past.kind, past.validations) == ("resize", ({"loss": 2.0},))

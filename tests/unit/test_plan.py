@@ -70,8 +70,8 @@ def test_every_rank_runs_its_share_and_pads_only_to_keep_in_step(plan: Plan, ste
         run = plan.microbatches(step, rank)
         assert len(run) == plan.num_forwards(step, rank) >= 1
         assert [each.weight for each in run] == [1] * plan.shares[rank] + [0] * (len(run) - plan.shares[rank])
-    for first in range(0, len(plan.shares), plan.replica_size):
-        replica = range(first, first + plan.replica_size)
+    for first in range(0, len(plan.shares), plan.shard_size):
+        replica = range(first, first + plan.shard_size)
         most = max(plan.shares[rank] for rank in replica)
         assert {plan.num_forwards(step, rank) for rank in replica} == {max(1, most)}
 
@@ -273,7 +273,7 @@ def test_no_loader_has_read_a_step_that_is_called_unread(
     plan: Plan, step: int, num_ahead: int, skip: frozenset[int]
 ) -> None:
     """And the one that is farthest ahead has read the step before, or would with its next microbatch."""
-    plan = replace(plan, replica_size=1, skip=skip - {step})
+    plan = replace(plan, shard_size=1, skip=skip - {step})
     read = []
     for rank in ranks(plan):
         stream = list(plan.stream(rank, 1, 200))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from steadfast.config import Target
 from steadfast.errors import TrainingError, UsageError
-from steadfast.launch.ranks import end_rank, traceback_of
+from steadfast.launch.ranks import end_rank
 from steadfast.world.groups import PeerLost
 
 LOST = TrainingError("another rank is gone")
@@ -65,20 +64,3 @@ def test_a_rank_waits_for_one_that_may_know_better(
     assert capsys.readouterr().err == "what has failed\n"
     left = json.loads((tmp_path / "error.json").read_text())["message"]
     assert left["message"] == (str(error) if code == 2 or error is LOST else f"{type(error).__name__}: no")
-
-
-def test_a_traceback_begins_where_the_users_code_does() -> None:
-    from steadfast.config.target import build_target
-
-    with pytest.raises(ValueError, match="bad") as caught:
-        build_target(Target(target="tests.unit.test_ranks:fails"), "task")
-    error = caught.value
-    assert error.__traceback__ is not None
-    text = traceback_of(error.with_traceback(error.__traceback__.tb_next))  # without this test, which has called
-    assert text.count("File ") == 1
-    assert "in fails" in text
-    assert text.endswith('raise ValueError("bad")\nValueError: bad')
-
-
-def fails() -> None:
-    raise ValueError("bad")

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from steadfast.config import Config, CosineConfig, DdpConfig
+from steadfast.config import Config, CosineConfig, DdpConfig, KeepBestConfig
 from steadfast.plan import Plan
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.ledger import StepStats, StepTimes
@@ -83,3 +83,13 @@ def test_recorder_notes_a_setup_that_differs_from_the_configuration(follower: re
         "random numbers of a generator of its own",
         "checkpoint.trainable_only leaves nothing out: all parameters of the model are trained",
     ]
+
+
+def test_recorder_marks_a_validation_that_is_better_than_all_before(follower: recorder.Recorder) -> None:
+    config = cast(Mock, follower._config)
+    config.checkpoint = Mock(keep_best=None)
+    losses = [2.0, 3.0, 1.5, float("nan"), 1.6, 1.4]
+    assert [follower._is_best({"loss": loss}) for loss in losses] == [False, False, True, False, False, True]
+    config.checkpoint = Mock(keep_best=KeepBestConfig(metric="accuracy", mode="max"))
+    follower._best = float("inf")
+    assert [follower._is_best({"accuracy": each}) for each in (0.1, 0.3, 0.2)] == [False, True, False]

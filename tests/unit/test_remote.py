@@ -15,6 +15,8 @@ from steadfast.launch.remote import _BEGINS, _ENDS, _show
 from steadfast.orchestration.cluster import startable
 from steadfast.world.groups import interface_of
 
+PACKAGE = Path(remote.__file__).parents[1]
+
 
 def test_addresses_lead_to_interfaces() -> None:
     assert interface_of("127.0.0.1") == "lo"
@@ -48,6 +50,7 @@ def test_a_job_ends_with_the_exit_code_of_its_command(status: str, driver_exit_c
     [
         (["--config", "ddp.yaml", "--cluster", "nowhere.yaml"], "--cluster nowhere.yaml: there is no such file"),
         (["--config", "ddp.yaml", "optimizer.lr=x", "--cluster", "nowhere.yaml"], "optimizer.lr"),
+        (["compare", "a", "b", "--html", "x", "--cluster", "nowhere.yaml"], "--html x would be written on the head"),
     ],
 )
 def test_a_command_for_a_cluster_is_checked_before_it_goes_anywhere(
@@ -62,7 +65,7 @@ def test_what_a_cloud_needs_and_is_not_here_is_told_with_what_brings_it(
 ) -> None:
     monkeypatch.setattr(remote, "find_spec", lambda name: None)
     assert main(0.0, ["--config", "ddp.yaml", "--cluster", "cluster/aws.yaml"]) == 2
-    said = "--cluster cluster/aws.yaml: Ray needs boto3 to reach aws; pip install -c constraints.txt -e '.[cluster]'"
+    said = "--cluster cluster/aws.yaml: Ray needs boto3 to reach aws; pip install 'steadfast[cluster]'"
     assert said in capsys.readouterr().err
 
 
@@ -75,6 +78,34 @@ def test_what_runs_on_the_head_is_the_command_less_where(monkeypatch: pytest.Mon
         assert main(0.0, ["scale", "ddp", "--workers", "2:4", *words]) == 0
     train, scale = ["--config", "ddp.yaml", "run.name=c.yaml", "--job"], ["scale", "ddp", "--workers", "2:4"]
     assert given == [train, scale] * 2
+
+
+@pytest.mark.parametrize(
+    ("started_as", "terminal", "copied", "typed"),
+    [
+        ("main.py", True, ["./ ~/steadfast/"], "python main.py audit ddp"),
+        (
+            "/usr/bin/steadfast",
+            False,
+            ["./ ~/steadfast/", f"{PACKAGE}/ ~/steadfast/steadfast/"],
+            "TERM=dumb python -m steadfast audit ddp",
+        ),
+    ],
+)
+def test_the_head_runs_main_py_of_a_checkout_or_a_copy_of_the_installed_package(
+    started_as: str, terminal: bool, copied: list[str], typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[str] = []
+    commands: list[list[str]] = []
+    monkeypatch.setattr("sys.argv", [started_as])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setattr(remote, "_copy", lambda cluster, *places: copies.append(" ".join(places)))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(remote, "_show", lambda *_: 0)
+    (tmp_path / "c.yaml").write_text("provider: {type: other}")
+    assert remote.run_on_head(str(tmp_path / "c.yaml"), ["audit", "ddp"], False, {}) == 0
+    assert copies == copied
+    assert commands[0][-1] == f"echo {_BEGINS}; cd ~/steadfast && {typed}; echo {_ENDS} $?"
 
 
 REACHED = f"ssh: hello\n{_BEGINS}\nstep 1\n\033[0m{_ENDS} 3\nShared connection closed.\n"

@@ -80,3 +80,17 @@ def test_google_storage_that_does_not_answer_ends_in_an_error(monkeypatch: pytes
         with pytest.raises(OSError, match="gs://anonymous@b/runs/file"):
             store.read("file")
     assert time.monotonic() - started < 15
+
+
+def test_a_link_is_deleted_and_what_it_leads_to_is_kept_and_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_bytes(b"x" * 5000)
+    (tmp_path / "store").mkdir()
+    store = LocalStore(tmp_path / "store")
+    for name in ("folder", "gone"):
+        (store.path / name).symlink_to(tmp_path / "elsewhere" if name == "folder" else tmp_path / "nowhere")
+    assert store.num_bytes("") < 1000
+    store.delete("folder")
+    store.delete("gone")
+    assert store.list("") == []
+    assert (tmp_path / "elsewhere" / "file").exists()

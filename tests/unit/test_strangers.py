@@ -23,6 +23,7 @@ from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import read_lines
 from steadfast.telemetry.console import Console
 from steadfast.units import printable
+from tests.support.json_tables import check_document
 from tests.support.run_directories import ENDED, FIRST, LOST, NOW_S, SECOND, run_at, started
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eabc\r\b[/bold] [red]"
@@ -60,7 +61,7 @@ def test_no_verb_shows_control_characters_or_takes_markup(tmp_path: Path, capsys
     (place / "run" / "owner.json").write_text(json.dumps({**owner, "host": EVIL}))
     commands = [["status", place / "run"], ["status", "--storage", place], ["report", place / "run"]]
     commands += [["compare", place / "run", place / "[red]"], ["audit", place / "run"], ["doctor", place / "run"]]
-    commands += [["status", place / "gone"]]
+    commands += [["status", place / "gone"], ["runs", "--storage", place]]
     shown = ""
     for words in commands:
         assert main(0.0, [str(word) for word in words]) in (0, 1, 2)
@@ -106,11 +107,14 @@ def test_a_spoilt_run_is_one_line_beside_the_others(
     spoil(place / "spoilt" / name)
     assert main(0.0, ["status", "--storage", str(place)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("good")
-    assert lines[-1].startswith(f"{place}/spoilt/{name} cannot be read: ")
+    assert lines[1].startswith("good")
+    assert lines[2].startswith(f"{place}/spoilt/{name} cannot be read: ")
     assert main(0.0, ["status", "--storage", str(place), "--json"]) == 0
     good, spoilt = json.loads(capsys.readouterr().out)
     assert (good["state"], spoilt["state"]) == ("running", "unreadable")
+    check_document("`runs`", {name: good.pop(name) for name in ("name", "written_s", "bytes")})
+    check_document("`status` of one run", good)
+    check_document("`runs`", spoilt, table=1)
     assert main(0.0, ["status", str(place / "spoilt")]) in (1, 2)
 
 
@@ -218,8 +222,8 @@ def test_runs_that_another_user_keeps_private_hide_no_other(tmp_path: Path, caps
         patch.setattr(LocalStore, "read", read)
         assert main(0.0, ["status", "--storage", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("good")
-    assert lines[-1].endswith("private/owner.json cannot be read: Permission denied")
+    assert lines[1].startswith("good")
+    assert lines[2].endswith("private/owner.json cannot be read: Permission denied")
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644)])

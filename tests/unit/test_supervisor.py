@@ -29,6 +29,7 @@ class World(Supervised):
         self.now_s = 1000.0
         self.step = 41
         self._since: dict[str, tuple[Any, float]] = {}
+        self.spent_s: dict[str, float] = {}
 
     def live(self, seconds: float, *marks: tuple[str, int, int]) -> None:
         """Let time pass in which each member is where its mark says."""
@@ -82,6 +83,51 @@ def test_a_rank_that_others_wait_for_is_named_within_five_seconds_and_ended_afte
     assert len(world.told()) == 1
     world.live(4, WAITS, IN_FORWARD)
     assert world.told()[1:] == [("lose", "b", FailureKind.HANG)]
+
+
+def test_a_silent_worker_is_named_by_its_rank() -> None:
+    world = World()
+    world.live(1, WAITS, IN_FORWARD)
+    world.stay_silent("b", Silence(5.1, answers=True, nobody_heard=False, stretch=1.0))
+    (silent,) = [event for event in world.events if isinstance(event, events.Silent)]
+    assert (silent.rank, silent.member) == (1, "b")
+    assert silent.line().startswith("no heartbeat from rank 1 for 5.1 s: its machine answers, its process does not")
+
+
+def train(world: World, seconds: int, slow: str = "") -> None:
+    """Let time pass in which each member does a step a second, of which a slow one computes half."""
+    for _ in range(seconds):
+        world.step += 1
+        for rank, name in enumerate(world.world):
+            world.spent_s[name] = world.spent_s.get(name, 0.0) + (0.5 if name == slow else 0.1)
+            spent_s = {"forward": world.spent_s[name], "gradients": world.step - world.spent_s[name]}
+            report = {"attempt": 1, "rank": rank, "position": [world.step, 0, 1, 1, 0], "step": world.step}
+            report |= {"phase": "forward", "seconds": 0.1, "limit_s": LEAST_S, "spent_s": spent_s}
+            world.supervisor.heard(name, {"progress": report})
+        world.now_s += 1.0
+        world.check(world.now_s)
+
+
+def stragglers(world: World) -> list[int]:
+    return [event.rank for event in world.events if isinstance(event, events.Straggler)]
+
+
+def test_a_slow_rank_is_named_within_a_minute_and_then_at_most_once_a_minute() -> None:
+    world = World()
+    train(world, 30)
+    assert stragglers(world) == []
+    train(world, 60, slow="b")
+    assert stragglers(world) == [1]
+    train(world, 60, slow="b")
+    assert stragglers(world) == [1, 1]
+
+
+def test_a_rank_that_is_slow_for_some_seconds_is_no_straggler() -> None:
+    world = World()
+    train(world, 30)
+    train(world, 15, slow="b")
+    train(world, 60)
+    assert stragglers(world) == []
 
 
 def test_stacks_are_requested_once_for_each_hang_of_an_attempt() -> None:

@@ -56,6 +56,10 @@ BROKEN = {
     ),
     "no Python": ("x = = 1\n", r"mine\.py:1: SyntaxError: invalid syntax"),
     "a bug at its top": ("x = 1\nx.y\n", r"mine\.py:2: AttributeError: 'int' object has no attribute 'y'"),
+    "a script": (
+        "raise ValueError('trying to initialize twice')\n",
+        r"mine\.py:1: ValueError: trying .* belongs under if __name__ == .__main__. in mine",
+    ),
     "another steadfast": (
         "\nimport steadfast.utils\n",
         r"mine\.py:2: .*No module named .steadfast\.utils.\. Steadfast's own package is",

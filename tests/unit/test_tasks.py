@@ -1,4 +1,4 @@
-"""Logits of a few tokens at a time: the loss and the gradients are those of all of them at once."""
+"""Tasks: built in, a function of the user's own, and logits of a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.examples.operators  # noqa: F401 - before torchvision, which transformers imports
-from steadfast.config import GptConfig
-from steadfast.errors import UsageError
+from steadfast.config import GptConfig, TargetTask, TaskConfig
+from steadfast.errors import ConfigError, UsageError
 from steadfast.models.gpt import Gpt
-from steadfast.tasks import IGNORED, LanguageModeling
+from steadfast.tasks import IGNORED, LanguageModeling, Sums, build_task
 
 VOCABULARY, CONTEXT = 50, 12
 TOKENS = torch.randint(VOCABULARY, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
@@ -103,3 +103,29 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
 def test_a_model_that_does_not_name_its_last_layer_is_refused() -> None:
     with pytest.raises(UsageError, match=r"task.chunk_tokens: Embedding has no method get_output_embeddings\(\)"):
         LanguageModeling(4).loss(nn.Embedding(VOCABULARY, VOCABULARY), (TOKENS, TARGETS))
+
+
+def test_classification_smooths_labels_as_torch_does() -> None:
+    batch = torch.randn(5, 4), torch.tensor([0, 1, 2, 3, 1])
+    sums = build_task(TaskConfig(kind="classification", label_smoothing=0.1)).loss(nn.Identity(), batch)
+    torch.testing.assert_close(sums.loss_sum, nn.functional.cross_entropy(*batch, label_smoothing=0.1) * 5)
+    with pytest.raises(ValueError, match="only classification has labels"):
+        TaskConfig(label_smoothing=0.1)
+
+
+def squares(model: nn.Module, batch: Tensor, factor: float = 1.0) -> Sums:
+    return Sums(factor * model(batch).square().sum(), len(batch))
+
+
+def builds_nothing(model: nn.Module) -> None:
+    """Neither a loss function nor one that builds a task."""
+
+
+def test_a_target_may_be_the_loss_function_itself() -> None:
+    batch = torch.ones(3, 2)
+    task = build_task(TargetTask(target="tests.unit.test_tasks:squares"))
+    assert task.loss(nn.Identity(), batch).loss_sum == 6.0
+    task = build_task(TargetTask(target="tests.unit.test_tasks:squares", args={"factor": 2.0}))
+    assert task.loss(nn.Identity(), batch).loss_sum == 12.0
+    with pytest.raises(ConfigError, match=r"does not take \{\}: missing a required argument: 'model'"):
+        build_task(TargetTask(target="tests.unit.test_tasks:builds_nothing"))

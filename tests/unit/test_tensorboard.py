@@ -4,6 +4,7 @@ import logging
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from steadfast.config import parse_config
@@ -59,3 +60,14 @@ def test_a_failing_tracker_warns_once_and_training_goes_on(tmp_path: Path, caplo
         tracker.close()
     assert len(caplog.records) == 1
     assert "training goes on" in caplog.text
+
+
+def test_tensorboard_draws_an_image_of_a_hook(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = build_trackers(parse_config(""), LocalStore(tmp_path), 1)
+    trackers.log(3, {"hooks/face": np.zeros((4, 5, 3))})
+    trackers.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (image,) = events.Images("hooks/face")
+    assert (image.step, image.height, image.width) == (3, 4, 5)

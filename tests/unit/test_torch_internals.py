@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import _utils
+from torch.utils import _pytree as pytree
 
 from steadfast.parallel.deferred import build_without_memory
 from steadfast.world.allocations import Allocations
@@ -44,6 +46,8 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "parallel/precision.py",
         "parallel/buckets.py",
         "parallel/deferred.py",
+        "parallel/fsdp.py",
+        "parallel/stages.py",
         "world/allocations.py",
         "analysis/memory.py",
         "telemetry/memory_history.py",
@@ -161,10 +165,18 @@ def test_a_unit_of_fsdp_keeps_the_gradients_of_several_backwards_in_the_format_o
         for param in group.fsdp_params:
             assert param.unsharded_param.dtype == torch.bfloat16
             assert param.reduce_dtype == torch.float32
+            assert isinstance(param, FSDPParam)
             assert param.unsharded_accumulated_grad is not None
             assert param.unsharded_accumulated_grad.dtype == torch.float32
     finally:
         dist.destroy_process_group()
+
+
+def test_outputs_of_layers_are_taken_apart_and_put_together() -> None:
+    leaves, structure = pytree.tree_flatten({"hidden": torch.ones(2), "cache": (None, 3)})
+    assert len(leaves) == structure.num_leaves == 3
+    assert pytree.tree_unflatten(leaves, structure)["cache"] == (None, 3)
+    assert pytree.tree_leaves([1, (2,)]) == [1, 2]
 
 
 def test_what_the_allocator_of_cuda_remembers() -> None:

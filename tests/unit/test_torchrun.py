@@ -11,14 +11,16 @@ import torch
 
 from steadfast.config import parse_config
 from steadfast.errors import RunConflict, UsageError
+from steadfast.guards.numerics import BadStep
 from steadfast.launch.detect import under_torchrun
 from steadfast.launch.torchrun import Beginning, Place, TorchrunRuntime, _begun, unused_keys
 from steadfast.plan import Amendments
 from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import RunStarted
+from steadfast.run.events import Failure, Notice, RunStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import open_stream
+from steadfast.world.groups import PeerLost
 from steadfast.world.timeouts import Timeouts
 
 
@@ -51,6 +53,31 @@ def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) ->
         ownership.lost = "another command has taken over: on elsewhere, pid 1"
         with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
             runtime.signals()
+
+
+def test_the_signal_that_stops_the_run_is_in_its_events(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    place = Place(torch.device("cpu"), Mock())
+    with closing(TorchrunRuntime(place, Timeouts(), directory, Mock(), Beginning(1, Amendments()))) as runtime:
+        runtime.request_stop("SIGTERM to pid 7 on h")
+        assert runtime.signals().stop
+        assert runtime.signals().stop
+    (notice,) = directory.events(Notice)
+    assert notice.text == "SIGTERM to pid 7 on h: the run stops after this step"
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [(ValueError("a bug"), 1), (PeerLost("connection closed"), 1), (BadStep((7,), "loss is NaN"), None)],
+)
+def test_a_failure_names_the_rank_unless_all_ranks_raise_it(tmp_path: Path, error: Exception, rank: int | None) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    place = Place(torch.device("cpu"), Mock(), rank=1, world_size=2)
+    runtime = TorchrunRuntime(place, Timeouts(), directory, Mock(), Beginning(1, Amendments()))
+    with closing(runtime), pytest.raises(type(error)):
+        runtime.failed(6, error)
+    (failure,) = directory.events(Failure)
+    assert (failure.rank, failure.step, failure.fatal) == (rank, 6, True)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,28 @@ from threading import Event as Flag
 from typing import ClassVar
 
 import pytest
+import torch
 
 from steadfast.config import parse_config
 from steadfast.run.events import Validation
 from steadfast.storage import LocalStore
 from steadfast.telemetry.trackers import MemoryTracker, Trackers, build_trackers
 from tests.support.events import LOG
+
+
+def test_trackers_sort_what_a_hook_logs_by_its_kind() -> None:
+    twin = MemoryTracker()
+    values = {
+        "one": torch.tensor(1.5),
+        "two": 2,
+        "said": "hello",
+        "face": torch.zeros(3, 4, 5),
+        "rows": [{"a": 1, "b": "x"}, {"a": 22}],
+    }
+    Trackers([twin]).log(7, values)
+    assert twin.values == {"one": {7: 1.5}, "two": {7: 2.0}}
+    assert twin.texts == {"said": {7: "hello"}, "rows": {7: "a   b\n1   x\n22"}}
+    assert twin.images["face"][7].shape == (4, 5, 3)
 
 
 def test_trackers_sort_figures() -> None:

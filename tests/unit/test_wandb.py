@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from steadfast.config import WandbConfig
@@ -37,6 +38,9 @@ class Library:
         if self.broken:
             raise OSError("no room")
         self.told.append((step, values))
+
+    def Image(self, pixels: Any) -> tuple[str, Any]:  # noqa: N802 - as W&B has it
+        return "image", pixels.shape
 
     def finish(self) -> None:
         self.finishing.set()
@@ -81,3 +85,11 @@ def test_a_run_in_which_nothing_can_be_drawn_any_more_is_closed_all_the_same(lib
         one.scalars(1, {"loss": 2.0})
         one.close()
     assert [told if told == "finish" else told[0] for told in library.told] == ["init", "finish"] * 2
+
+
+def test_an_image_is_logged_as_one_of_the_library(library: Library, tmp_path: Path) -> None:
+    library.may_finish.set()
+    one = Trackers([tracker(tmp_path)])
+    one.log(3, {"hooks/face": np.zeros((4, 5))})
+    one.close()
+    assert library.told[1] == (3, {"hooks/face": ("image", (4, 5, 1))})

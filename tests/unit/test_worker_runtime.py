@@ -21,6 +21,7 @@ from steadfast.guards.corruption import Corrupted
 from steadfast.orchestration import trainer, worker_runtime
 from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.objects import Objects
 from steadfast.plan import Amendments
 from steadfast.world.timeouts import Timeouts
 
@@ -41,6 +42,9 @@ class Runtime:
             raise error
         return True
 
+    def show_output(self, lines: list[str]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -54,7 +58,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def spec(folder: Path, check: Any = lambda: None) -> Any:
     directory = SimpleNamespace(check_shared=check)
-    return SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(pip=[])), folder=folder, directory=directory)
+    return SimpleNamespace(config=Config(), folder=folder, directory=directory, objects=Objects(b""))
 
 
 def test_a_working_directory_that_a_dying_node_has_deleted_is_not_asked_for(

@@ -314,13 +314,13 @@ def _ends(one: RunDirectory, other: RunDirectory) -> dict[str, Both]:
 
 
 def _changes(one: RunDirectory, other: RunDirectory) -> list[Change]:
-    ours, theirs = _config(one), _config(other)
+    ours, theirs = config_of(one), config_of(other)
     if ours is None or theirs is None:
         return []
     return [change for change in diff(ours, theirs) if change.numeric]
 
 
-def _config(directory: RunDirectory) -> Config | None:
+def config_of(directory: RunDirectory) -> Config | None:
     """Return the configuration of a run, with its measured microbatch size."""
     config = directory.stored_config()
     return config and config.replace("batch", directory.batch(config.batch))

@@ -4,9 +4,10 @@ The estimate simulates a step on tensors without data, so a model of any size fi
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from steadfast.config import Config, DdpConfig, ParallelConfig
+from steadfast.config import Config, DdpConfig, ParallelConfig, PipelineConfig
 from steadfast.data.batches import Batch, map_tensors, tensors_of
 from steadfast.errors import ConfigError, Problem
 from steadfast.models import build_model
@@ -23,10 +24,12 @@ from steadfast.optim.optimizer import build_optimizer
 from steadfast.parallel import arrange, build_parallel
 from steadfast.parallel.activations import checkpoint_activations
 from steadfast.parallel.dtensor import local
+from steadfast.parallel.pipeline import Neighbours, PipelineParallelism
 from steadfast.parallel.precision import build_precision
-from steadfast.tasks import build_task
+from steadfast.parallel.stages import Outline, cut, examine, set_outline
+from steadfast.tasks import Sums, build_task
 from steadfast.world.allocations import Allocations
-from steadfast.world.communicator import GlooCommunicator
+from steadfast.world.communicator import Communicator, GlooCommunicator
 from steadfast.world.groups import Groups
 from steadfast.world.runtime import World
 
@@ -85,51 +88,89 @@ class Estimate:
         self._config = config
         self._example = example
         # The gradients live as long as the model, so further microbatches add no memory.
-        self.whole = self._simulate(DdpConfig(), 1, accumulates=False)
+        self.whole = self._simulate(DdpConfig(), 1, num_microbatches=1)
+        self._outline: Outline | None = None
 
-    def of_worlds(self, max_shares: Mapping[int, int]) -> dict[int, Needed]:
+    def of_worlds(self, max_shares: Mapping[int, int], parallel: ParallelConfig) -> dict[int, Needed]:
         """Estimate the bytes of a worker for each world size.
 
         Args:
             max_shares: for each world size, the largest number of microbatches that one worker runs in a step.
+            parallel: the parallel strategy.
         """
-        parallel = self._config.parallel
         if parallel.survivors_hold_all:
             return dict.fromkeys(max_shares, Needed.of(self.whole))
+        found: dict[int, Needed] = {}
+        if parallel.num_stages > 1:
+            for size, max_share in max_shares.items():
+                most = max(stage["memory_bytes"] for stage in self.stages(max_share))
+                found[size] = Needed(most, 0)
+            return found
         kinds: dict[tuple[bool, bool], list[int]] = {}
         for size, max_share in sorted(max_shares.items()):
             # Worlds of one kind differ in their number of shards only. With several microbatches a worker holds
             # unsharded gradients until the last one; with a single microbatch it does not. A world of one worker
             # gathers nothing.
             kinds.setdefault((size > 1, max_share > 1), []).append(size)
-        found: dict[int, Needed] = {}
         for (_, accumulates), sizes in kinds.items():
             ends: dict[int, Needed] = {}
             # Two simulations are enough, because the worlds between them are interpolated.
             for size in (sizes[0], sizes[-1]):
                 ranks = parallel.replica_size(size)
                 if ranks not in ends:
-                    ends[ranks] = Needed.of(self._simulate(parallel, ranks, accumulates))
+                    ends[ranks] = Needed.of(self._simulate(parallel, ranks, num_microbatches=1 + accumulates))
             for size in sizes:
                 found[size] = _between(ends, parallel.replica_size(size))
         return found
 
-    def _simulate(self, strategy: ParallelConfig, world_size: int, accumulates: bool) -> Memory:
+    @property
+    def hidden_bytes(self) -> int:
+        """Return the bytes that a stage sends to the next one for a microbatch, 0 without stages."""
+        return self._outline.hidden.nbytes if self._outline else 0
+
+    def stages(self, max_share: int) -> list[dict[str, int]]:
+        """Estimate each stage of a replica that runs `max_share` microbatches in a step, [] without stages."""
+        config = self._config.parallel
+        found: list[dict[str, int]] = []
+        if not isinstance(config, PipelineConfig):
+            return found
+        if self._outline is None:
+            self._outline = self._examine()
+        for stage, (start, stop) in enumerate(cut(len(self._outline.blocks), config.stages, config.balance)):
+            # A stage keeps the activations of as many microbatches as there are stages from it on.
+            kept = config.stages - stage if config.schedule == "1f1b" else max_share
+            memory = self._simulate(config, config.stages, min(kept, max_share), stage)
+            found.append({"layers": stop - start, "memory_bytes": memory.total})
+        return found
+
+    def _examine(self) -> Outline:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model, task = self._build_without_data(fake), build_task(self._config.task)
+        batch = map_tensors(fake.from_tensor, self._example)
+        precision = build_precision(self._config.precision, _CPU)
+
+        def run() -> Sums:
+            with precision.autocast():
+                return task.loss(model, batch)
+
+        with fake:
+            return examine(model, run, _CPU)
+
+    def _simulate(self, strategy: ParallelConfig, world_size: int, num_microbatches: int, rank: int = 0) -> Memory:
         """Return the peak memory of a worker by simulating its second step.
 
         The simulation ends after the backward of that step. By then the optimizer has created its state.
 
         Args:
             strategy: the parallel strategy to simulate.
-            world_size: the number of ranks to simulate. Only rank 0 runs.
-            accumulates: whether the worker has more than one microbatch in a step. Two are simulated, since a third one
-                changes nothing.
+            world_size: the number of ranks to simulate. Only `rank` runs.
+            num_microbatches: of the worker in a step. Without stages a third one changes nothing.
         """
         precision = build_precision(self._config.precision, _CPU)
         task = build_task(self._config.task)
         # The simulation uses the CPU, because the attention kernels of the meta device hold more memory.
-        fake = FakeTensorMode()
-        with _fake_world(world_size, strategy) as world:
+        fake = FakeTensorMode(allow_non_fake_inputs=strategy.num_stages > 1)
+        with _fake_world(rank, world_size, strategy) as world:
             parallel = build_parallel(strategy, world, precision)
             model = self._build_without_data(fake)
             batch = map_tensors(fake.from_tensor, self._example)
@@ -138,17 +179,20 @@ class Estimate:
             with allocations:
                 # `fake` is off here, because device meshes and optimizers read values of tensors. The model's own
                 # tensors still have no data.
+                if isinstance(parallel, PipelineParallelism):
+                    assert self._outline is not None
+                    set_outline(model, self._outline)
+                    parallel.neighbours = partial(_FakeNeighbours, self._outline)
                 model = parallel.wrap(model)
                 optimizer = build_optimizer(self._config.optimizer, model)
                 trained = [param for param in model.parameters() if param.requires_grad]
                 _create_state(optimizer, trained)
                 parallel.clear_gradients(optimizer)
-                microbatches = (False, True) if accumulates else (True,)
-                for last in microbatches:
-                    with fake, parallel.synchronize(model, last):
+                for left in reversed(range(num_microbatches)):
+                    with fake, parallel.synchronize(model, last=left == 0):
                         with precision.autocast():
-                            loss_sum = task.loss(model, batch).loss_sum
-                        precision.backward(loss_sum)
+                            loss_sum = parallel.loss(task, model, batch).loss_sum
+                        parallel.backward(loss_sum)
                         del loss_sum
             state: list[Tensor] = []
             for values in optimizer.state.values():
@@ -226,17 +270,38 @@ def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter])
 
 
 @contextmanager
-def _fake_world(size: int, strategy: ParallelConfig) -> Iterator[World]:
-    """Form a world as rank 0, with collectives that send nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+def _fake_world(rank: int, size: int, strategy: ParallelConfig) -> Iterator[World]:
+    """Form a world as one rank, with collectives that send nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         group = dist.group.WORLD
         assert group is not None
         aborted = threading.Event()
-        groups = Groups(group, GlooCommunicator(group, aborted), FakeStore(), {}, aborted)
-        yield arrange(World(0, size, 0, groups), strategy)
+        groups = _FakeGroups(group, GlooCommunicator(group, aborted), FakeStore(), {}, aborted)
+        yield arrange(World(rank, size, 0, groups), strategy)
     finally:
         dist.destroy_process_group()
+
+
+class _FakeGroups(Groups):
+    """Groups of which each axis is the whole world."""
+
+    def add_axis(self, lines: Iterable[Sequence[int]]) -> list[Communicator]:
+        return [self.communicator for line in lines if dist.get_rank() in line]
+
+
+class _FakeNeighbours(Neighbours):
+    """Neighbours that receive tensors without data."""
+
+    def __init__(self, outline: Outline, world: World) -> None:
+        super().__init__(world)
+        self._hidden = outline.hidden
+
+    def send_forward(self, hidden: Tensor, more: bool) -> None:
+        return
+
+    def receive_forward(self, device: torch.device, more: bool) -> Tensor:
+        return torch.empty_like(self._hidden, device=device)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steadfast.run.directory import METRICS, RunDirectory
+from steadfast.errors import StorageError
+from steadfast.run.directory import METRICS, RunDirectory, reading
 from steadfast.run.events import (
     AttemptEnded,
     AttemptStarted,
@@ -13,6 +15,8 @@ from steadfast.run.events import (
     Event,
     Failure,
     Finished,
+    Hang,
+    HangOver,
     Log,
     RankTimes,
     RunStarted,
@@ -22,6 +26,7 @@ from steadfast.run.events import (
     parse_event,
 )
 from steadfast.run.owner import Owner, read_owner
+from steadfast.run.watching import Worker, mark_watched, read_workers
 from steadfast.storage.jsonl import last_lines
 from steadfast.telemetry.goodput import goodput, read_totals
 from steadfast.telemetry.interruptions import Interruption, read_interruptions
@@ -30,6 +35,8 @@ _SILENT_S = 20.0  # length of the owner's lease
 # The wait between two readings of the ledger, as a multiple of the time that a reading takes.
 _GOODPUT_EVERY = 30
 _NUM_LATEST = 8
+_MARK_S = 3.0  # time between two marks that a user watches
+_ALIVE = ("running", "starting", "waiting for workers")
 _SHOWN_ABOVE = (Snapshot, Finished, RankTimes)  # events that other parts of the status show
 
 
@@ -56,16 +63,39 @@ class Status:
     host: str | None  # host of the command, or of the last command
     pid: int | None
     heard_s: float | None  # seconds since the command renewed its claim, by this machine's clock
+    launcher: str | None  # "ray" or "torchrun", of the last command
     attempt: int
     step: int
     step_age_s: float | None
     nodes: tuple[Node, ...]  # () if unknown
+    workers: tuple[Worker, ...]  # by rank; () unless the run is on Ray and a user watches the run
     log: Log | None  # the newest figures
     metrics: dict[str, float] | None  # of the newest validation
     checkpoint: Checkpoint | None
     interruptions: tuple[Interruption, ...]
     latest: tuple[Event, ...]
     goodput: dict[str, float] | None
+
+    @property
+    def takes_requests(self) -> bool:
+        """Return whether a coordinator reads requests of users.
+
+        Under torchrun there is no coordinator.
+        """
+        return self.state in _ALIVE and self.launcher == "ray"
+
+    @property
+    def stuck(self) -> str:
+        """Return the ranks that seem to be stuck now and their phase, "" if none are."""
+        if self.state != "running":
+            return ""
+        for event in reversed(self.latest):
+            match event:
+                case Hang():
+                    return event.what
+                case HangOver() | Failure() | AttemptEnded() | AttemptStarted():
+                    return ""
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the status as a document for JSON."""
@@ -75,16 +105,24 @@ class Status:
             if found[name] is not None:
                 found[name] = found[name].to_line()
         found["nodes"] = list(map(vars, self.nodes))
+        found["workers"] = [worker.model_dump() for worker in self.workers]
         found["interruptions"] = list(map(vars, self.interruptions))
         found["latest"] = [event.to_line() for event in self.latest]
         return found
 
 
 class StatusReader:
-    """Reads the status of one run repeatedly."""
+    """Reads the status of one run repeatedly.
 
-    def __init__(self, directory: RunDirectory) -> None:
+    Args:
+        watching: request the progress of the workers from a run that is not over.
+    """
+
+    def __init__(self, directory: RunDirectory, watching: bool = False) -> None:
         self.directory = directory
+        self.events: list[Event] = []  # of the last reading
+        self._watching = watching
+        self._mark_again_s = 0.0
         self._goodput: dict[str, float] | None = None
         self._read_again_s = 0.0
 
@@ -97,7 +135,7 @@ class StatusReader:
         Raises:
             OSError: storage cannot be read.
         """
-        events = list(self.directory.all_events())
+        events = self.events = list(self.directory.all_events())
         owner = read_owner(self.directory.store)
         host = pid = heard_s = step_age_s = None
         attempt = 0
@@ -112,16 +150,21 @@ class StatusReader:
         figures = None
         if not brief:
             figures = self._read_goodput()
-        return Status(
+        launcher = None
+        if started := _last(events, RunStarted):
+            launcher = started.launcher
+        status = Status(
             uri=self.directory.uri,
             state=state_of(events, owner, self.directory.summary()),
             host=host,
             pid=pid,
             heard_s=heard_s,
+            launcher=launcher,
             attempt=attempt,
             step=int(last_line.get("step", 0)),
             step_age_s=step_age_s,
             nodes=_nodes(events),
+            workers=read_workers(self.directory.store, attempt),
             log=_last_log(self.directory),
             metrics=_last_metrics(events),
             checkpoint=_last(events, Checkpoint),
@@ -129,6 +172,15 @@ class StatusReader:
             latest=tuple(event for event in events if not isinstance(event, _SHOWN_ABOVE))[-_NUM_LATEST:],
             goodput=figures,
         )
+        if self._watching and status.takes_requests:
+            self._mark_watched()
+        return status
+
+    def _mark_watched(self) -> None:
+        if time.monotonic() >= self._mark_again_s:
+            self._mark_again_s = time.monotonic() + _MARK_S
+            with suppress(OSError):  # a user who may only read the run directory sees no progress of workers
+                mark_watched(self.directory.store)
 
     def _read_goodput(self) -> dict[str, float]:
         # A long ledger takes a minute to read, so readings are limited to a thirtieth of the time.
@@ -137,6 +189,30 @@ class StatusReader:
             self._goodput = goodput(read_totals(self.directory))
             self._read_again_s = time.monotonic() + _GOODPUT_EVERY * (time.monotonic() - began_s)
         return self._goodput
+
+
+def read_all(place: RunDirectory) -> tuple[list[Status], dict[str, str]]:
+    """Read the runs directly below a folder.
+
+    Returns the status of each run, and the errors of unreadable runs by URI.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    statuses: list[Status] = []
+    unreadable: dict[str, str] = {}
+    with reading(place):
+        names = place.store.list("")
+    for name in names:
+        directory = RunDirectory.at(place / name)
+        # An unreadable run, such as a damaged or private one of another user, must not hide the other runs.
+        try:
+            with reading(directory):
+                if read_owner(directory.store):  # a folder without an owner is no run
+                    statuses.append(StatusReader(directory).read(brief=True))
+        except StorageError as error:
+            unreadable[directory.uri] = str(error)
+    return statuses, unreadable
 
 
 def state_of(events: Sequence[Event], owner: Owner | None, summary: dict[str, Any] | None) -> str:

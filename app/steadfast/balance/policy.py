@@ -21,7 +21,7 @@ _WORTH = 0.05  # share of a step's time; a smaller gain is not worth another ord
 
 
 class Reshare(NamedTuple):
-    """Decision for new shares, with the seconds per microbatch by rank."""
+    """Decision for new shares, and the median seconds per microbatch by rank."""
 
     shares: Shares
     microbatch_s: tuple[float, ...]

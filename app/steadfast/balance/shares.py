@@ -117,7 +117,7 @@ def build_balance(
     of_replicas = [
         min(weights[first : first + world.replica_size]) for first in range(0, world.size, world.replica_size)
     ]
-    shares = fastest_shares(of_replicas, sum(even), world.replica_size)
+    shares = fastest_shares(of_replicas, sum(even), world.shard_size)
     # No step of this attempt has been read yet, so the change may begin with the first step of the run.
     plan.change(1, shares)
     publish_once(events.Shares(step=1, before=even, after=shares, weights=tuple(weights)), runtime, world)

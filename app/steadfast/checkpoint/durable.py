@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, skipped_up_to
 from steadfast.checkpoint.manifest import FileDigest, Manifest
-from steadfast.checkpoint.shards import OPTIONAL, load_shards, shards_of, shards_to_write
+from steadfast.checkpoint.shards import load_shards, optional_for, shards_of, shards_to_write
 from steadfast.checkpoint.state import State
 from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
 from steadfast.errors import StorageError
@@ -140,7 +140,8 @@ class Checkpoints:
     def load(self, manifest: Manifest, state: State) -> None:
         """Fill this rank's part of `state`. Raises StorageError for another model."""
         self.world.progress.enter("load")
-        load_shards(self._catalog.readers(manifest), shards_of(state), optional=OPTIONAL)
+        shards = shards_of(state)
+        load_shards(self._catalog.readers(manifest), shards, optional=optional_for(shards))
 
     def save(
         self,
@@ -182,7 +183,7 @@ class Checkpoints:
 
         A sharded state becomes a checkpoint only if all ranks call this.
         """
-        shards = shards_to_write(state, replicas=self.replicated or self.world.leader)
+        shards = shards_to_write(state, replicas=self.world.shard == 0)
         self._writer.put(step, shards, metrics, self)
 
     def reserve(self, state: State) -> None:
@@ -191,7 +192,7 @@ class Checkpoints:
         A checkpoint first copies the state into this memory. Allocating the memory takes longer than the copy.
         """
         if self._writes:
-            self._writer.reserve(shards_to_write(state, replicas=self.replicated or self.world.leader))
+            self._writer.reserve(shards_to_write(state, replicas=self.world.shard == 0))
 
     def news(self) -> list[events.Event]:
         """Return the events of earlier calls of `save`. See `Writer.news`."""

@@ -21,6 +21,7 @@ from steadfast.data.randomness import seed_host
 from steadfast.errors import UsageError
 from steadfast.models import build_model
 from steadfast.parallel.dtensor import sharded_like
+from steadfast.parallel.stages import held_elsewhere
 from steadfast.run.directory import runs_root
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
         for name, held in model.state_dict().items():
             if name in weights:
                 weights[name] = sharded_like(held, weights[name])
+        for name in held_elsewhere(model):
+            weights.pop(name, None)
         missing, unexpected = model.load_state_dict(weights, strict=strict)
         # Without this check a load that is not strict would train random weights if all names have another prefix.
         if len(unexpected) == len(weights):

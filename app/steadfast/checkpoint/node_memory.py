@@ -103,7 +103,7 @@ class NodeMemory(Protocol):
         ...
 
     def held_bytes(self) -> int:
-        """Return the bytes in use, free buffers included."""
+        """Return the bytes of all buffers, with and without copies."""
         ...
 
     def end(self) -> None:
@@ -112,7 +112,7 @@ class NodeMemory(Protocol):
 
 
 class ProcessMemory:
-    """Copies in the memory of their process."""
+    """Copies in this process's memory, which are lost when the process ends."""
 
     lasting = False
 

@@ -116,7 +116,7 @@ def broadcast(state: State, source: int, groups: Groups) -> None:
         part = local(tensor)
         if groups.reaches(part):
             groups.across.broadcast(part, source)
-        else:
+        elif not part.is_meta:
             on_host.append(part)
     groups.gate()
     # One tensor at a time, because the device may not have room for all.

@@ -48,7 +48,7 @@ class Shard:
     """The part of a tensor that one rank holds."""
 
     name: str
-    tensor: Tensor
+    tensor: Tensor  # on the meta device if another stage holds the tensor
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]  # first indices of this part in the whole tensor
     sharded: bool = False  # whether ranks hold different parts; otherwise each holds the whole tensor
@@ -63,26 +63,38 @@ def shards_to_write(state: Tensors, replicas: bool) -> list[Shard]:
     """Return the shards for this rank's file.
 
     Args:
-        replicas: whether to include tensors that every rank holds whole; True for the one rank that writes them.
+        replicas: whether to include tensors that are not sharded; True for one of the ranks that hold the same ones.
     """
     shards = []
     for shard in shards_of(state):
         # Whole empty tensors are written, so that their names are in a file; empty parts of other tensors are not.
         is_empty_part = shard.tensor.numel() == 0 and math.prod(shard.shape) > 0
-        if (shard.sharded or replicas) and not is_empty_part:
+        if (shard.sharded or replicas) and not (is_empty_part or shard.tensor.is_meta):
             shards.append(shard)
     return shards
 
 
 def _shard(name: str, tensor: Any) -> Shard:
     shape = tuple(tensor.shape)
+    # Another stage holds the tensor, and this rank nothing of it.
+    if tensor.is_meta:
+        return Shard(name, tensor, shape, (0,) * len(shape), sharded=True)
     if not is_sharded(tensor):
         return Shard(name, tensor.detach(), shape, (0,) * len(shape))
     return Shard(name, tensor.detach().to_local(), shape, offset_of(tensor), sharded=True)
 
 
 # A resume may add or remove hooks and change the precision, so these tensors may be missing or superfluous.
-OPTIONAL = ("hooks.", "precision.")
+_OPTIONAL = ("hooks.", "precision.")
+
+
+def optional_for(shards: Iterable[Shard]) -> tuple[str, ...]:
+    """Return the prefixes of names that a checkpoint may have beside these shards, or lack."""
+    prefixes = list(_OPTIONAL)
+    for shard in shards:
+        if shard.tensor.is_meta:
+            prefixes.append(f"optimizer.{shard.name.removeprefix('model.')}.")
+    return tuple(prefixes)
 
 
 class StagingBuffer:
@@ -240,6 +252,8 @@ def _overlap(stored: Shard, start: int, shard: Shard) -> _Overlap | None:
         raise StorageError(
             f"the checkpoint is of another model: {shard.name} is {list(stored.shape)} there, {list(shard.shape)} here"
         )
+    if shard.tensor.is_meta:
+        return None
     if not shard.shape:  # a single number
         return _Overlap(start, stored.tensor, (), shard.tensor)
     here: list[slice] = []
@@ -325,6 +339,7 @@ def load_shards(
     """
     targets = {shard.name: shard for shard in shards}
     num_filled: dict[str, int] = {}
+    seen: set[tuple[str, tuple[int, ...]]] = set()  # each stage writes the tensors that all of them hold
     for read in files:
         overlaps: list[_Overlap] = []
         for stored, start in _read_header(read, prefix):
@@ -336,7 +351,8 @@ def load_shards(
             # this rank needs nothing counts as found too.
             num_filled.setdefault(stored.name, 0)
             overlap = _overlap(stored, start, targets[stored.name])
-            if overlap is not None:
+            if overlap is not None and (stored.name, stored.offset) not in seen:
+                seen.add((stored.name, stored.offset))
                 overlaps.append(overlap)
                 num_filled[stored.name] += overlap.target.numel()
         if overlaps:
@@ -346,7 +362,8 @@ def load_shards(
         if not name.startswith(optional):
             raise StorageError(f"the checkpoint is of another model: it lacks {name}")
     for name, num in num_filled.items():
-        if num_missing := targets[name].tensor.numel() - num:
+        num_missing = targets[name].tensor.numel() - num
+        if num_missing and not targets[name].tensor.is_meta:
             raise StorageError(f"the checkpoint lacks {num_missing} of the numbers of {name}")
 
 

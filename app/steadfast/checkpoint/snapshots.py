@@ -24,12 +24,12 @@ from steadfast.checkpoint.catalog import skipped_up_to
 from steadfast.checkpoint.memory_server import free_bytes
 from steadfast.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
 from steadfast.checkpoint.shards import (
-    OPTIONAL,
     Layout,
     Request,
     Shard,
     header_of,
     load_shards,
+    optional_for,
     reader_of,
     requests_for,
     shards_of,
@@ -289,7 +289,7 @@ class Snapshots:
         self._receive()
 
     def _layout(self, state: State) -> Layout:
-        return Layout.of(shards_to_write(state, replicas=self._replicated or self._world.leader))
+        return Layout.of(shards_to_write(state, replicas=self._world.shard == 0))
 
     def _may_begin(self) -> bool:
         """Return whether no copy is in progress, after recording completed ones."""
@@ -447,7 +447,7 @@ class Snapshots:
     def load(self, found: Found, state: State) -> None:
         """Fill every rank's shards from a snapshot. A collective."""
         shards = shards_of(state)
-        load_shards(self._files(found, shards), shards, optional=OPTIONAL)
+        load_shards(self._files(found, shards), shards, optional=optional_for(shards))
 
     def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
         # One file after another, so that a process needs memory for the parts of only one.
@@ -527,7 +527,7 @@ class Snapshots:
 
 
 def origin_of(data: str, state: State) -> str:
-    """Return an identifier of this model and data, for their copies.
+    """Return an identifier of model shapes and data, to recognize copies.
 
     Args:
         data: fingerprint of the dataset, and of parameters that the state leaves out.

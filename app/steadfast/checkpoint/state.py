@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from steadfast.data.batches import map_tensors
 from steadfast.errors import UsageError
 from steadfast.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
+from steadfast.parallel.stages import held_elsewhere
+from steadfast.world.runtime import World
 
 # Tensors by name; a value may itself be such a dictionary.
 Tensors = dict[str, Any]
@@ -32,12 +36,17 @@ class ModelState:
 
     def __init__(self, model: nn.Module, trainable_only: bool) -> None:
         self._model = model
+        self._trainable_only = trainable_only
         self._left_out = frozen_parameters(model) if trainable_only else {}
 
     def state_dict(self) -> Tensors:
         state: Tensors = dict(self._model.state_dict())
         for name in self._left_out:
             state.pop(name, None)
+        # Parameters of other stages are on the meta device.
+        for name, param in held_elsewhere(self._model).items():
+            if param.requires_grad or not self._trainable_only:
+                state[name] = param.detach()
         return state
 
 
@@ -82,9 +91,10 @@ class HeldShards:
         self.state = state  # live references
 
     def take(self) -> State:
-        """Return the shards without copying, and copies of whole tensors."""
-        # Tensors that are not sharded belong to objects that are used again.
-        return _without_owners(self.state)
+        """Return the state of model and optimizer without copying, and copies of other tensors."""
+        # The next attempt has a new model and a new optimizer. Other tensors belong to objects that are used again.
+        copied: State = map_tensors(torch.clone, {**self.state, "model": {}, "optimizer": {}})
+        return {**copied, **{part: self.state[part] for part in ("model", "optimizer") if part in self.state}}
 
 
 def newest_whole(steps: Sequence[int], replica_size: int) -> int:
@@ -97,18 +107,6 @@ def newest_whole(steps: Sequence[int], replica_size: int) -> int:
         if all(step in steps[part::replica_size] for part in range(replica_size)):
             return max(step, 0)
     return 0
-
-
-def _without_owners(state: Tensors) -> Tensors:
-    kept: Tensors = {}
-    for name, value in state.items():
-        if isinstance(value, dict):
-            kept[name] = _without_owners(value)
-        elif isinstance(value, Tensor) and is_sharded(value):
-            kept[name] = value
-        elif isinstance(value, Tensor):
-            kept[name] = value.clone()
-    return kept
 
 
 def copy_state(source: State, target: State) -> None:
@@ -239,14 +237,40 @@ def weights_digest(model: nn.Module) -> str:
     return sha256(trained)[:_DIGEST_LENGTH]
 
 
-def sha256(state: Tensors) -> str:
+def sha256(state: Tensors, world: World | None = None) -> str:
     """Return the digest of all unsharded tensors in name order.
 
-    A collective if tensors are sharded.
+    A collective if tensors are sharded, or if `world` has stages that hold different ones.
     """
+    tensors = flatten(state)
+    if world is not None and world.stages > 1:
+        return _digest_of(_of_stages(tensors, world))
+    return _digest_of((name, _bytes_of(tensor)) for name, tensor in tensors.items())
+
+
+def _digest_of(named: Iterable[tuple[str, Any]]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in flatten(state).items():
+    for name, data in named:
         digest.update(name.encode())
-        # numpy has no bfloat16, so the numbers are viewed as bytes.
-        digest.update(unsharded(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(data)
     return digest.hexdigest()
+
+
+def _of_stages(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, Any]]:
+    """Yield the bytes of all tensors of a replica, from the first rank that holds each. A collective."""
+    own = [name for name, tensor in tensors.items() if not tensor.is_meta]
+    by_rank: list[Any] = [None] * world.size
+    dist.all_gather_object(by_rank, own, group=world.groups.control)
+    holders: dict[str, int] = {}
+    for rank, names in enumerate(by_rank):
+        for name in names:
+            holders.setdefault(name, rank)
+    for name, holder in sorted(holders.items()):
+        data = [bytes(_bytes_of(tensors[name])) if holder == world.rank else None]
+        dist.broadcast_object_list(data, holder, group=world.groups.control)
+        yield name, data[0]
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    # numpy has no bfloat16, so the numbers are viewed as bytes.
+    return unsharded(tensor).detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

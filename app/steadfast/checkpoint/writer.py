@@ -48,7 +48,7 @@ class PendingWrite:
             raise Dropped
 
     def chunks(self) -> Iterator[Bytes]:
-        """Yield the contents of the file. Raises as `check` does."""
+        """Yield the contents of the file. Raises Dropped if the write is no longer wanted."""
         for chunk in self.buffer.chunks():
             self.check()
             yield chunk

@@ -88,11 +88,14 @@ def _table(directory: RunDirectory, data: DataConfig, found: dict[str, int]) -> 
     once = "each with every training sample once"
     if isinstance(data.order, Target):
         once = f"read in the order of {data.order.target}"
+    digests = f"{found['digests']} compared, all as planned"
+    if found["unconfirmed"]:
+        digests += f"; {plural(found['unconfirmed'], 'step')} whose record was lost with a worker"
     rows = {
         "steps": f"1 to {found['steps']}, each once; {plural(found['redone'], 'line')} redone by a later attempt",
         "samples": f"{found['samples']} used, {found['epoch_samples']} in an epoch",
         "epochs": f"{found['epochs']} finished, {once}",
-        "digests": f"{found['digests']} compared, all as planned; {plural(found['unconfirmed'], 'step')} unconfirmed",
+        "digests": digests,
         "left out": left_out,
     }
     lines = [f"proved: {directory.uri}"]

@@ -1,51 +1,155 @@
-"""`compare RUN_A RUN_B`: compare two runs, and show the first difference."""
+"""`compare RUN RUN ...`: show how runs differ in configuration, results and cost.
 
+Two runs are also compared step by step, and the first difference is shown.
+"""
+
+import json
 import math
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_run_argument, run_on_cluster, take_storage
 from steadfast.errors import UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading
 from steadfast.storage.documents import json_line
-from steadfast.units import in_ranges, node_name, plural, printable
+from steadfast.units import duration, in_ranges, node_name, number, plural, printable
 
 if TYPE_CHECKING:
     from steadfast.analysis.compare import Comparison, Difference, Ran
+    from steadfast.analysis.side_by_side import Outcome
 
 Rows = dict[str, str]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
+    parser.add_argument("--html", metavar="FILE", help="also write a page with the losses of all runs in one chart")
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
 
 
 def run(options: Namespace) -> int:
-    """Print the comparison. Return 1 if the runs differ, else 0."""
+    """Print the comparison. Return 1 if two runs differ in their steps, else 0."""
     take_storage(options)
-    if len(options.runs) != 2:
-        raise UsageError("compare takes two runs, for example: compare ddp other")
+    if len(options.runs) < 2:
+        raise UsageError("compare takes two runs or more, for example: compare ddp other")
+    if options.cluster and options.html:
+        raise UsageError(
+            f"--html {options.html} would be written on the head, where --cluster runs the command: leave --html out, "
+            "or leave --cluster out and give --storage PLACE, where this machine finds the runs"
+        )
     if options.cluster:
         return run_on_cluster(options)
-    from steadfast.analysis.compare import compare
+    from steadfast.analysis.compare import compare, config_of
+    from steadfast.analysis.side_by_side import Outcome, differing_keys
 
-    one = find_run(options.runs[0], options.storage)
-    other = find_run(options.runs[1], options.storage)
-    with reading(one):
-        found = compare(one, other)
+    runs = [find_run(name, options.storage) for name in options.runs]
+    found = None
+    outcomes, configs = [], []
+    if len(runs) == 2:
+        with reading(runs[0]):
+            found = compare(*runs)
+    for each in runs:
+        with reading(each):
+            outcomes.append(Outcome.read(each))
+            configs.append(config_of(each))
+    keys = differing_keys(configs)
+    if options.html:
+        _write_html(options.html, runs, _table(outcomes, keys))
     if options.json:
-        print(json_line({"runs": [one.uri, other.uri], **found.to_line()}))
+        print(json_line(_document(outcomes, keys, found)))
     else:
-        print(printable(_page(one, other, found)))
-    return int(found.first is not None)
+        _print(runs, found, _table(outcomes, keys))
+    return int(found is not None and found.first is not None)
+
+
+def _document(outcomes: Sequence["Outcome"], keys: dict[str, list[Any]], found: "Comparison | None") -> dict[str, Any]:
+    """Return the result for scripts. The verdict on the steps is there for two runs only."""
+    table = [{"key": key, "values": values} for key, values in keys.items()]
+    document = {
+        "runs": [each.uri for each in outcomes],
+        "outcomes": [each.to_line() for each in outcomes],
+        "keys": table,
+    }
+    if found is not None:
+        document |= found.to_line()
+    return document
+
+
+def _print(runs: Sequence[RunDirectory], found: "Comparison | None", table: dict[str, list[str]]) -> None:
+    from steadfast.analysis.tables import print_page, table_of
+
+    names = _names(runs)
+    if found is not None:
+        print(printable(_page(runs[0], runs[1], found)))
+        print()
+        names = [f"{letter}: {name}" for letter, name in zip("AB", names, strict=True)]
+    rows = [[heading, *cells] for heading, cells in table.items()]
+    print_page(table_of(["", *names], rows))
+
+
+def _names(runs: Sequence[RunDirectory]) -> list[str]:
+    """Return a name for each run: its own, or its location where two runs share a name."""
+    names = [each.name for each in runs]
+    if len(set(names)) < len(names):
+        names = [each.uri for each in runs]
+    return names
+
+
+def _table(outcomes: Sequence["Outcome"], keys: dict[str, list[Any]]) -> dict[str, list[str]]:
+    """Return the cells of all runs by the heading of their row."""
+    table = {}
+    for key, values in keys.items():
+        table[key] = list(map(_in_json, values))
+    metrics = dict.fromkeys(name for each in outcomes for name in each.metrics)
+    table["state"] = [each.state for each in outcomes]
+    table["steps"] = [str(each.step) for each in outcomes]
+    table["training loss"] = [_figure(each.loss) for each in outcomes]
+    for name in metrics:
+        table[f"validation {name}"] = [_figure(each.metrics.get(name)) for each in outcomes]
+    table["wall time"] = [duration(each.wall_s) for each in outcomes]
+    table["worker-seconds"] = [f"{each.worker_s:,.0f}" for each in outcomes]
+    table["interruptions"] = [_interruptions(each) for each in outcomes]
+    table["steps lost"] = [str(each.lost_steps) for each in outcomes]
+    return table
+
+
+def _in_json(value: Any) -> str:
+    # Strings are shown without quotes, as in config.yaml.
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else number(value)
+
+
+def _interruptions(outcome: "Outcome") -> str:
+    if not outcome.interruptions:
+        return "0"
+    return ", ".join(plural(count, kind) for kind, count in outcome.interruptions.items())
+
+
+def _write_html(file: str, runs: Sequence[RunDirectory], table: dict[str, list[str]]) -> None:
+    # Bokeh takes long to import.
+    from steadfast.analysis.report.comparison import comparison_of
+    from steadfast.analysis.report.course import Course
+
+    courses = {}
+    for name, each in zip(_names(runs), runs, strict=True):
+        with reading(each):
+            courses[name] = Course.read(each)
+    try:
+        Path(file).write_text(comparison_of(courses, table), "utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {file} cannot be written: {error.strerror or error}") from error
 
 
 def _page(one: RunDirectory, other: RunDirectory, found: "Comparison") -> str:
     lines = [f"A: {one.uri}", f"B: {other.uri}"]
-    identity = _changed(found, identity=True)
+    identity = [change.key for change in found.changes if change.identity]
     if identity:
-        lines += ["their configurations make them different runs:", *identity]
+        lines.append(f"their configurations make them different runs: {', '.join(identity)}")
     if found.first is None:
         lines.append("no difference found in the compared values")
     else:
@@ -54,24 +158,7 @@ def _page(one: RunDirectory, other: RunDirectory, found: "Comparison") -> str:
             lines.append(f"  {name}: {_ran(ran)}")
     for name, row in _rows(found).items():
         lines.append(f"{name:<9} {row}")
-    # Other keys can only explain a difference, so they are listed only if there is one.
-    other_keys = _changed(found, identity=False)
-    if found.first is not None and other_keys:
-        lines += ["other differences of the configurations:", *other_keys]
     return "\n".join(lines)
-
-
-def _changed(found: "Comparison", identity: bool) -> list[str]:
-    """Return a line for each differing key.
-
-    Args:
-        identity: whether to list the keys that a resume refuses to change, or the keys that it accepts.
-    """
-    lines = []
-    for change in found.changes:
-        if change.identity == identity:
-            lines.append(f"  {change.key}: {change.old} and {change.new}")
-    return lines
 
 
 def _in_words(first: "Difference") -> str:

@@ -8,9 +8,9 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from steadfast.checkpoint.catalog import Catalog, Damaged
 from steadfast.checkpoint.manifest import Manifest
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [RUN | [--config FILE] [key=value ...]] [options]"
     add_run_argument(parser)
     parser.add_argument("-c", "--config", metavar="FILE", help="check cluster and storage of this configuration")
-    as_json = "print findings about machines as one JSON document, and progress on stderr"
+    as_json = "print all findings or checkpoints as one JSON document, and progress on stderr"
     parser.add_argument("--json", action="store_true", help=as_json)
 
 
@@ -101,40 +101,49 @@ def _check_run(options: Namespace) -> int:
         raise UsageError("doctor takes one run, for example: doctor ddp")
     if options.cluster:
         return run_on_cluster(options)
-    exit_code = 0
+    tell = _teller(options.json)
+    found = []
     directory = find_run(options.runs[0], options.storage)
     with reading(directory):
-        for line, good in examine(Catalog(directory.store)):
-            # Reading a checkpoint takes a while, and without a flush a pipe would hold the line back.
-            print(printable(line), flush=True)
-            if not good:
-                exit_code = 1
-    return exit_code
+        for checkpoint in examine(Catalog(directory.store)):
+            found.append(checkpoint)
+            tell(printable(f"step {checkpoint.step}: {checkpoint.what}"))
+    if options.json:
+        print(json.dumps({"run": directory.uri, "checkpoints": list(map(asdict, found))}, indent=2))
+    # An unfinished checkpoint is no fault: a run is writing the checkpoint, or ended while writing. No run resumes
+    # from it.
+    return int(any(checkpoint.state not in ("good", "unfinished") for checkpoint in found))
 
 
-def examine(catalog: Catalog) -> Iterator[tuple[str, bool]]:
-    """Verify each checkpoint, newest first.
+@dataclass(frozen=True)
+class Examined:
+    """Checkpoint of a run with its state."""
 
-    Yield a line for each checkpoint, and whether the checkpoint is good. An unfinished checkpoint is no fault.
-    """
+    step: int
+    state: Literal["good", "unfinished", "damaged", "unreadable", "quarantined"]
+    what: str  # state with size, date or error, in words
+
+
+def examine(catalog: Catalog) -> Iterator[Examined]:
+    """Verify each checkpoint, newest first; then yield quarantined checkpoints."""
     for step in catalog.steps():
         try:
             manifest = catalog.manifest(step)
             if manifest is None:
-                # This is no fault: a run is writing the checkpoint, or ended while writing. No run resumes from it.
-                yield f"step {step}: unfinished, never committed", True
+                yield Examined(step, "unfinished", "unfinished, never committed")
                 continue
             began = time.monotonic()
             catalog.verify(manifest)
-            yield f"step {step}: good | {_describe(manifest)} | read in {time.monotonic() - began:.1f} s", True
+            seconds = time.monotonic() - began
+            yield Examined(step, "good", f"good | {_describe(manifest)} | read in {seconds:.1f} s")
         except Damaged as error:
             # If the run is in progress, it may have deleted this checkpoint meanwhile, which looks like damage.
             if step in catalog.steps():
-                yield f"step {step}: damaged: {error}", False
+                yield Examined(step, "damaged", f"damaged: {error}")
         except (StorageError, OSError) as error:
-            yield f"step {step}: {error}", False
+            yield Examined(step, "unreadable", str(error))
     for step, why in sorted(catalog.quarantined().items(), reverse=True):
-        yield f"step {step}: quarantined: {why}", False
+        yield Examined(step, "quarantined", f"quarantined: {why}")
 
 
 def _describe(manifest: Manifest) -> str:

@@ -1,5 +1,6 @@
 """`export RUN --out FILE`: write a checkpoint's weights for PyTorch or Hugging Face."""
 
+import os
 import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +152,10 @@ def _write(out: Path, write: Callable[[Path], object]) -> None:
     temporary = out.with_name(f".{out.name}.partial")
     try:
         write(temporary)
+        if temporary.is_file():
+            # Safetensors makes a file that only its owner reads. The umask can only be read by setting it.
+            os.umask(mask := os.umask(0))
+            temporary.chmod(0o666 & ~mask)
         temporary.replace(out)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise StorageError(f"{out} cannot be written: {error}") from error

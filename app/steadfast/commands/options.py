@@ -3,7 +3,8 @@
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from importlib import import_module
+from types import MappingProxyType, ModuleType
 
 from steadfast.commands import VERBS
 from steadfast.config import Config, load_config
@@ -12,6 +13,19 @@ from steadfast.errors import UsageError
 from steadfast.launch import remote
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def parser_of(name: str) -> tuple[ArgumentParser, ModuleType]:
+    """Return the parser and the module of a verb."""
+    # Only the module of this verb is imported, so that other verbs can neither slow it down nor break it.
+    verb = import_module(f"steadfast.commands.{name}")
+    parser = ArgumentParser(
+        f"steadfast {name}", f"steadfast {VERBS[name].usage} [options]", VERBS[name].summary, allow_abbrev=False
+    )
+    verb.add_arguments(parser)
+    parser.add_argument("--cluster", metavar="FILE", help="run on the cluster that `ray up FILE` started")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show tracebacks, phase times, Ray's own messages")
+    return parser, verb
 
 
 def add_config_arguments(parser: ArgumentParser) -> None:
@@ -107,7 +121,7 @@ def check_trusted(options: Namespace, targets: Mapping[str, str], keys: Iterable
         again = shlex.join([*options.arguments, "--trust-code"])
         raise UsageError(
             f"{', '.join(named)}: the run's config.yaml names this code, and the command would import and run it. "
-            f"If you trust every user who can write the run directory: main.py {again}{otherwise}"
+            f"If you trust every user who can write the run directory: steadfast {again}{otherwise}"
         )
 
 

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
-from steadfast.config import BatchConfig, CheckpointConfig, Config, ParallelConfig, ScalingConfig
+from steadfast.config import BatchConfig, CheckpointConfig, Config, FsdpConfig, ParallelConfig, ScalingConfig
 from steadfast.errors import UsageError
 from steadfast.plan import even_shares, largest_microbatch
-from steadfast.units import compact, duration, number, plural, size
+from steadfast.units import duration, number, plural, size
 
 if TYPE_CHECKING:
-    from steadfast.analysis.memory import Memory
+    from steadfast.analysis.memory import Estimate, Memory
 
 _SECONDS = {"second": 1.0, "minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
@@ -66,17 +66,11 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     example = loader.example(min(config.batch.samples_per_microbatch, order.num_train))
     estimate = Estimate(config, example)
     worlds = []
-    max_shares = {}
     for world_size in config.world_sizes(config.scaling.num_workers):
-        world = _world(config.batch, config.parallel, world_size)
-        worlds.append(world)
-        max_shares[world_size] = max(world["shares"])
-    # All worlds are estimated together, because most of them are interpolated between two simulated ones.
-    totals = estimate.of_worlds(max_shares)
-    for world in worlds:
-        world["memory_bytes"] = totals[world["workers"]].device
-        world["host_memory_bytes"] = totals[world["workers"]].host
+        worlds.append(_world(config.batch, config.parallel, world_size))
+    _add_memory(worlds, estimate, config.parallel)
     num_steps = config.run.num_steps(order.num_train, config.batch.global_size)
+    most = max(max(world["shares"]) for world in worlds)
     # A dataset of the user may lack `units_per_sample`. Then a sample counts as one unit, as in training.
     return {
         "steps": num_steps,
@@ -84,6 +78,8 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         "epochs": num_steps * config.batch.global_size / order.num_train,
         "step_units": config.batch.global_size * getattr(dataset, "units_per_sample", 1),
         "worlds": worlds,
+        "stages": estimate.stages(most),
+        "link_bytes": most * estimate.hidden_bytes,
         "worker_bytes": asdict(estimate.whole),
         **_copies(config.checkpoint, config.parallel, estimate.whole),
         "microbatch_size": config.batch.microbatch_size,
@@ -99,16 +95,43 @@ def _with_largest_microbatch(batch: BatchConfig, scaling: ScalingConfig) -> Batc
 
 
 def _world(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
-    shares = even_shares(batch.num_microbatches, world_size)
-    # All ranks of a replica run as many forward passes as the rank with the largest share among them.
-    replica_size = parallel.replica_size(world_size)
+    stages = parallel.num_stages
+    shares = even_shares(batch.num_microbatches, world_size // stages)
+    # All shards of a replica run as many forward passes as the one with the largest share among them.
+    shard_size = parallel.replica_size(world_size) // stages
     num_forwards = 0
-    for first in range(0, world_size, replica_size):
-        num_forwards += replica_size * max(shares[first : first + replica_size])
+    for first in range(0, len(shares), shard_size):
+        num_forwards += shard_size * max(shares[first : first + shard_size])
     pads = num_forwards - batch.num_microbatches
-    # Every rank waits for the rank with the most microbatches.
-    idle = 1 - batch.num_microbatches / (max(shares) * world_size)
+    # Every rank waits for the rank with the most microbatches, and a stage while a step's first microbatch comes to it
+    # and while the last one goes on from it.
+    idle = 1 - batch.num_microbatches * stages / ((max(shares) + stages - 1) * world_size)
     return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
+
+
+def _add_memory(worlds: list[dict[str, Any]], estimate: "Estimate", parallel: ParallelConfig) -> None:
+    """Add the memory of a worker to the worlds, under fsdp for both values of `reshard_after_forward`."""
+    # All worlds are estimated together, because most of them are interpolated between two simulated ones.
+    max_shares = {world["workers"]: max(world["shares"]) for world in worlds}
+    for world in worlds:
+        world["resharding"] = []
+    if not isinstance(parallel, FsdpConfig):
+        totals = estimate.of_worlds(max_shares, parallel)
+    else:
+        kept = estimate.of_worlds(max_shares, parallel.replace("reshard_after_forward", False))
+        freed = estimate.of_worlds(max_shares, parallel.replace("reshard_after_forward", True))
+        for world in worlds:
+            gathers = {True: 2 * max_shares[world["workers"]], False: 1}
+            if parallel.replica_size(world["workers"]) == 1:
+                gathers = {True: 0, False: 0}
+            for after_forward, found in ((True, freed), (False, kept)):
+                memory_bytes = found[world["workers"]].device
+                row = {"after_forward": after_forward, "gathers": gathers[after_forward], "memory_bytes": memory_bytes}
+                world["resharding"].append(row)
+        totals = freed if parallel.reshard_after_forward else kept
+    for world in worlds:
+        world["memory_bytes"] = totals[world["workers"]].device
+        world["host_memory_bytes"] = totals[world["workers"]].host
 
 
 def _copies(checkpoint: CheckpointConfig, parallel: ParallelConfig, whole: "Memory") -> dict[str, int]:
@@ -135,8 +158,8 @@ def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[s
     if 2 * warmup_steps > num_steps:
         yield f"schedule.warmup_steps {warmup_steps} is more than half of the run's {plural(num_steps, 'step')}"
     smallest, largest = config.scaling.num_workers
-    if largest > config.batch.num_microbatches:
-        useful = config.batch.num_microbatches
+    useful = config.batch.num_microbatches * config.parallel.num_stages
+    if largest > useful:
         yield f"only {useful} of up to {largest} workers have work; lower batch.microbatch_size or scaling.num_workers"
     every = config.checkpoint.every
     # An interval in steps or epochs counts as 0 seconds, because the time of a step is unknown before a run.
@@ -156,7 +179,7 @@ def _parse_time(text: str) -> float:
 
 def _table(found: dict[str, Any]) -> str:
     epochs = f"{number(found['epochs'])} epochs of {plural(found['train_samples'], 'sample')}"
-    lines = [f"{plural(found['steps'], 'step')}, {epochs}; {compact(found['step_units'])} units of loss a step", ""]
+    lines = [f"{plural(found['steps'], 'step')}, {epochs}", ""]
     lines.append("workers  microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
         shares = world["shares"]
@@ -168,9 +191,15 @@ def _table(found: dict[str, Any]) -> str:
             memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
         figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
         lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
+    lines += _resharding_table(found["worlds"])
     if found["microbatch_is_measured"]:
         lines += ["", f"for the largest size that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]
         lines.append("the run measures at its start which size fits, and keeps that size")
+    if found["stages"]:
+        lines += ["", "stage  layers  memory of its worker with the fewest replicas"]
+        for stage_number, stage in enumerate(found["stages"]):
+            lines.append(f"{stage_number:>5}  {stage['layers']:>6}  {size(stage['memory_bytes'])}")
+        lines.append(f"a step sends up to {size(found['link_bytes'])} between two stages, and as much back")
     parts = []
     for name, value in found["worker_bytes"].items():
         if value:
@@ -183,3 +212,15 @@ def _table(found: dict[str, Any]) -> str:
     for warning in found["warnings"]:
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
+
+
+def _resharding_table(worlds: list[dict[str, Any]]) -> list[str]:
+    """Return a table of `parallel.reshard_after_forward`, empty unless the model is sharded."""
+    lines = ["", "parallel.reshard_after_forward: gathers of a layer in a step, and memory of a worker"]
+    lines.append("workers  true                 false")
+    for world in worlds:
+        if not world["resharding"]:
+            return []
+        cells = [f"{each['gathers']:<4} {size(each['memory_bytes']):<16}" for each in world["resharding"]]
+        lines.append(f"{world['workers']:>7}  {''.join(cells).rstrip()}")
+    return lines

@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
         time.sleep(_POLL_S)
 
     # The request is withdrawn, because the user is about to see an error: it must not take effect later.
-    directory.pop_scale_request()
+    directory.pop_request()
     raise RunConflict(
         f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun and with recovery.mode=restart, stop "
         "the run and start it again with another scaling.num_workers"
@@ -62,16 +62,17 @@ def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
         return
     # With `batch.microbatch_size=auto` only the run itself knows the size in use.
     batch = directory.batch(config.batch)
-    if largest > batch.num_microbatches:
+    most = batch.num_microbatches * config.parallel.num_stages
+    if largest > most:
         raise UsageError(
             f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "
             f"(batch.global_size {batch.global_size}, batch.microbatch_size {batch.microbatch_size}), so more workers "
-            f"would have no work. Request at most {batch.num_microbatches}"
+            f"would have no work. Request at most {most}"
         )
     if not config.world_sizes((smallest, largest), batch.num_microbatches):
         raise UsageError(
             f"--workers {smallest}:{largest}: {directory.uri} trains with whole replicas of {config.replica_size} "
-            "workers (parallel.shard_size), and no number within these bounds is a multiple of it"
+            f"workers ({config.parallel.replica_key}), and no number within these bounds is a multiple of it"
         )
 
 

@@ -1,4 +1,4 @@
-"""`status [RUN] [--watch]`: show the status of one run or of all runs.
+"""`status [RUN] [--watch | --live]`: show the status of one run or of all runs.
 
 The verb works on any machine that sees the run directories.
 """
@@ -6,59 +6,111 @@ The verb works on any machine that sees the run directories.
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from time import sleep
 from typing import TYPE_CHECKING
 
 from steadfast.commands.options import add_run_argument, run_on_cluster, take_storage
-from steadfast.errors import StorageError, UsageError
+from steadfast.commands.runs import overview, read_entries
+from steadfast.errors import UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading
-from steadfast.run.owner import read_owner
 from steadfast.storage.documents import json_line
-from steadfast.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, printable, size
+from steadfast.telemetry.outcome import SHORT_S
+from steadfast.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.text import Text
 
     from steadfast.analysis.status import Node, Status
+    from steadfast.run.watching import Worker
     from steadfast.telemetry.interruptions import Interruption
 
 _EVERY_S = 1.0
+_LONG_S = 2.0  # a phase that takes longer is shown with its seconds
+_WORKERS_S = 2.0  # longest wait for the workers' progress
+_LOSSES = {
+    "worker": "a worker",
+    "workers_of_node": "a node's workers",
+    "workers": "all workers",
+    "node": "a node",
+    "everything": "all but storage",
+}
+_NUM_PIDS = 8  # of the workers of a node; --json has all of them
 _NUM_INTERRUPTIONS = 8  # number of newest interruptions on the page; --json has all of them
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
     parser.add_argument("--watch", action="store_true", help="refresh the page every second, until Ctrl-C")
+    live = "show the page here and as a local web page, whose address is printed"
+    parser.add_argument("--live", action="store_true", help=live)
+    port = "port of the web page, by default a free one"
+    parser.add_argument("--port", type=int, default=0, metavar="N", help=port)
     parser.add_argument("--json", action="store_true", help="print JSON for scripts: one object, or a list of all runs")
 
 
 def run(options: Namespace) -> int:
     """Print the status of a run, or a line for each run."""
     take_storage(options)
-    if len(options.runs) > 1 or (options.watch and options.json):
-        raise UsageError("status takes one run or none, and --watch or --json: status ddp --watch")
+    if len(options.runs) > 1 or options.watch + options.live + options.json > 1:
+        raise UsageError("status takes one run or none, and one of --watch, --live and --json: status ddp --watch")
+    if options.live:
+        return _live(options)
+    if options.port:
+        raise UsageError("--port is the port of the web page of --live: status ddp --live --port 8765")
     if options.cluster:
         return run_on_cluster(options)
-    show = _one(options.runs[0], options.storage) if options.runs else _all(options.storage)
+    show = _all(options.storage)
+    if options.runs:
+        show = _one(options.runs[0], options.storage, options.watch)
+    from steadfast.analysis.tables import print_page
+
     if options.json:
         print(json_line(show(True)))
     elif options.watch:
         _watch(lambda: show(False))
     else:
-        _print(show(False))
+        print_page(show(False))
     return 0
 
 
-def _one(name: str, storage: str) -> Callable[[bool], object]:
+def _live(options: Namespace) -> int:
+    """Show a run in the terminal and as a web page, until Ctrl-C."""
+    from rich.console import Group
+
+    from steadfast.analysis.live.feed import Feed
+    from steadfast.analysis.live.server import LiveServer
+    from steadfast.analysis.tables import text_of
+
+    if not options.runs:
+        raise UsageError("--live shows one run: status ddp --live")
+    if options.cluster:
+        raise UsageError(
+            "--live serves its page on this machine alone. On the head, run status RUN --live --port 8765; here, run "
+            "ssh -L 8765:127.0.0.1:8765 HEAD, and open the address that the head has printed"
+        )
+    feed = Feed(find_run(options.runs[0], options.storage))
+    with LiveServer(feed, options.port) as server:
+        # The address is printed too, because a terminal in which Ctrl-C was pressed no longer shows the page.
+        print(f"live page   {server.url}", flush=True)
+        _watch(lambda: Group(text_of(f"live page   {server.url}\n"), page(feed.status())))
+    return 0
+
+
+def _one(name: str, storage: str, watching: bool) -> Callable[[bool], object]:
     from steadfast.analysis.status import StatusReader
 
     # One reader serves all refreshes of --watch, because it keeps the goodput between two readings of the ledger.
-    reader = StatusReader(find_run(name, storage))
+    reader = StatusReader(find_run(name, storage), watching=True)
 
     def show(as_json: bool) -> object:
         with reading(reader.directory):
             status = reader.read()
+            until_s = time.monotonic() + _WORKERS_S
+            # A run writes the progress of its workers once it has seen the mark of the first reading.
+            while not watching and status.takes_requests and not status.workers and time.monotonic() < until_s:
+                sleep(0.3)
+                status = reader.read()
         if as_json:
             return status.to_json()
         return page(status)
@@ -67,32 +119,10 @@ def _one(name: str, storage: str) -> Callable[[bool], object]:
 
 
 def _all(storage: str) -> Callable[[bool], object]:
-    from steadfast.analysis.status import StatusReader
-
     place = RunDirectory.at(storage)  # parent of all run directories
 
     def show(as_json: bool) -> object:
-        statuses: list[Status] = []
-        unreadable: dict[str, str] = {}  # reason by URI
-        with reading(place):
-            names = place.store.list("")
-        for name in names:
-            directory = RunDirectory.at(place / name)
-            # An unreadable run, such as a damaged or private one of another user, must not hide the other runs.
-            try:
-                with reading(directory):
-                    if read_owner(directory.store):  # a folder without an owner is no run
-                        statuses.append(StatusReader(directory).read(brief=True))
-            except StorageError as error:
-                unreadable[directory.uri] = str(error)
-        if not statuses and not unreadable:
-            raise UsageError(f"no run below {place.uri}; choose another place with --storage")
-        if not as_json:
-            return overview(statuses, unreadable)
-        found = [status.to_json() for status in statuses]
-        for uri, why in unreadable.items():
-            found.append({"uri": uri, "state": "unreadable", "error": why})
-        return found
+        return read_entries(place) if as_json else overview(place)
 
     return show
 
@@ -106,72 +136,21 @@ def _watch(show: Callable[[], object]) -> None:
     with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
         while True:
             live.update(show(), refresh=True)  # type: ignore[arg-type]
-            time.sleep(_EVERY_S)
-
-
-def _print(page: object) -> None:
-    from rich.console import Console
-
-    # Rich would otherwise colour every number and path of the page.
-    Console(highlight=False).print(page)
-
-
-def overview(statuses: list["Status"], unreadable: Mapping[str, str]) -> "RenderableType":
-    """Return a table with a line for each run.
-
-    The run that finished a step last comes first.
-
-    Args:
-        statuses: the status of each readable run.
-        unreadable: messages for unreadable runs by URI. Their lines come last.
-    """
-    from rich.console import Group
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("run", "state", "step", "train\nloss", "validation\nloss", "rate", "workers", "where"):
-        # A number that goes on in the next line would be misread. Names may be longer than the terminal is wide.
-        table.add_column(heading, no_wrap=heading not in ("run", "where"), overflow="fold")
-    for status in sorted(statuses, key=lambda status: status.step_age_s or 0.0):
-        table.add_row(*map(_text, _cells(status)))
-    return Group(table, *map(_text, unreadable.values()))
-
-
-def _cells(status: "Status") -> tuple[str, ...]:
-    """Return the cells of a run's line."""
-    loss = validation_loss = rate = workers = where = ""
-    if status.log:
-        loss = number(status.log.loss)
-        # Rate and workers are shown for running runs only, because they describe the present.
-        if status.state == "running":
-            rate = f"{compact(status.log.units_per_s)} {status.log.unit}/s"
-            workers = str(status.log.world_size)
-    held_out = (status.metrics or {}).get("loss")
-    if held_out is not None:
-        validation_loss = number(held_out)
-    if status.host:
-        where = f"{status.host} {status.pid}"
-    name = status.uri.rpartition("/")[2]
-    return name, status.state, _progress(status), loss, validation_loss, rate, workers, where
-
-
-def _text(content: str) -> "Text":
-    """Return a text of a run with markup and control characters disabled."""
-    from rich.text import Text
-
-    return Text(printable(content))
+            sleep(_EVERY_S)
 
 
 def page(status: "Status") -> "RenderableType":
     """Return the page with the full status of one run."""
     from rich.table import Table
 
+    from steadfast.analysis.tables import text_of
+
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in _lines(status):
         if text:
-            table.add_row(name, _text(text))
+            table.add_row(name, text_of(text))
     return table
 
 
@@ -180,11 +159,13 @@ def _lines(status: "Status") -> Iterator[tuple[str, str]]:
     yield "state", _state(status)
     yield "progress", _progress_in_words(status)
     yield from _figures(status)
+    yield "workers", "\n".join(_workers(status))
     yield "validation", in_words(status.metrics or {})
     yield "checkpoint", _checkpoint(status)
     yield "at risk", _at_risk(status)
-    if status.goodput:
-        found = status.goodput
+    found = status.goodput
+    # The start takes most of a short run, so its goodput would say nothing about failures.
+    if found and found["wall_s"] >= SHORT_S:
         stalled = f"stalled {duration(found['stall_s'])}"
         yield "goodput", joined([f"{found['goodput']:.1%} of {duration(found['wall_s'])}", stalled])
     yield "interrupted", "\n".join(_interruptions(status))
@@ -217,7 +198,9 @@ def _progress_in_words(status: "Status") -> str:
     parts = [f"step {_progress(status)} {100 * status.step // max(1, log.total_steps)}%"]
     if status.step_age_s is not None:
         parts.append(f"last step {duration(status.step_age_s)} ago")
-    if status.state == "running":
+    if status.stuck:  # the remaining time is unknown then
+        parts.append(status.stuck)
+    elif status.state == "running":
         parts.append(f"eta {duration(log.eta_s)}")
     return joined(parts)
 
@@ -234,7 +217,7 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
         speed.append(f"mfu {log.mfu:.1%}")
     yield "speed", joined(speed)
     yield "data wait", f"{log.data_wait:.0%}"
-    yield "memory", f"{size(log.memory_bytes)}, peak on the leader"
+    yield "memory", f"{size(log.memory_bytes)}, peak on rank 0"
     world = [plural(log.world_size, "worker")]
     if status.nodes:
         world.append(plural(len(status.nodes), "node"))
@@ -263,6 +246,23 @@ def _node(node: "Node") -> str:
     return joined([f"{node_name(node.node)} {ranks}", ", ".join(gpus), speed, last])
 
 
+def _workers(status: "Status") -> Iterator[str]:
+    """Yield a line for each node, with the phases and pids of its workers."""
+    by_node: dict[str, dict[str, list[Worker]]] = {}
+    for worker in status.workers:
+        phase = worker.phase
+        if worker.phase_s > _LONG_S:
+            phase += f" for {duration(worker.phase_s)}"
+        by_node.setdefault(worker.host or node_name(worker.node), {}).setdefault(phase, []).append(worker)
+    for node, phases in by_node.items():
+        parts = []
+        for phase, workers in phases.items():
+            ranks = in_ranges("rank", [worker.rank for worker in workers])
+            pids = ", ".join(str(worker.pid) for worker in workers[:_NUM_PIDS] if worker.pid)
+            parts.append(f"{ranks} (pid {pids}) {phase}" if pids else f"{ranks} {phase}")
+        yield f"{node} {joined(parts)}"
+
+
 def _checkpoint(status: "Status") -> str:
     newest = status.checkpoint
     if newest is None:
@@ -277,12 +277,8 @@ def _at_risk(status: "Status") -> str:
     # A run that does not train has no steps to lose.
     if status.log is None or status.state not in ("running", "starting"):
         return ""
-    losses = []
-    for name, steps in status.log.at_risk.items():
-        losses.append(f"{name.replace('_', ' ')} {steps}")
-    if not losses:
-        return ""
-    return f"steps to redo after the loss of: {', '.join(losses)}"
+    losses = [f"{_LOSSES[name]} {steps}" for name, steps in status.log.at_risk.items()]
+    return f"steps to repeat if lost: {joined(losses)}" if losses else ""
 
 
 def _interruptions(status: "Status") -> list[str]:

@@ -8,4 +8,5 @@ from steadfast.config.identity import diff as diff
 from steadfast.config.load import dump_config as dump_config
 from steadfast.config.load import load_config as load_config
 from steadfast.config.load import parse_config as parse_config
+from steadfast.config.load import with_values as with_values
 from steadfast.config.schema import *  # noqa: F403 - every section, by its own name

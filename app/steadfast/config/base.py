@@ -121,6 +121,15 @@ class Target(Section):
         """Return the callable to use in place of the target, None without one."""
         return self._given
 
+    def hold(self, build: Callable[..., Any]) -> None:
+        """Keep the object of a program, which this process has received beside the configuration."""
+        self._given = build
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # Objects travel beside the configuration: a worker must be able to read its configuration, and install packages
+        # as it says, before the worker can load the objects.
+        return {**super().__getstate__(), "__pydantic_private__": {"_given": None}}
+
 
 def _as_range(value: Any) -> Any:
     if isinstance(value, int):
@@ -160,9 +169,9 @@ def _as_list(value: Any) -> Any:
 
 Pattern = Annotated[str, AfterValidator(_as_pattern)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_as_writable)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list, json_schema_input_type=Text | tuple[Text, ...])]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
-Value = Annotated[str, BeforeValidator(_as_text)]
+Value = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | int | float)]
 _Ends = tuple[PositiveInt, PositiveInt]
 Range = Annotated[_Ends, BeforeValidator(_as_range, json_schema_input_type=PositiveInt | _Ends)]
 

@@ -1,10 +1,12 @@
-"""Describe every configuration key, as YAML with the defaults."""
+"""Describe every configuration key: as YAML with the defaults, and as a JSON schema for editors."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
 
 from steadfast.config.base import Section, kinds_in
 from steadfast.config.document import Dumper
@@ -13,6 +15,21 @@ from steadfast.config.schema import Config
 
 SECTIONS = tuple(Config.model_fields)
 _REQUIRED = "..."
+
+
+class _FileSchema(GenerateJsonSchema):
+    """Schema of a section whose kind the file may leave out."""
+
+    def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:
+        # Without its kind, a section such as {lr: 1e-3} fits several members, and `oneOf` would refuse it.
+        found = super().tagged_union_schema(schema)
+        found["anyOf"] = found.pop("oneOf")
+        return found
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a configuration file."""
+    return {"$schema": _FileSchema.schema_dialect, **Config.model_json_schema(schema_generator=_FileSchema)}
 
 
 def describe(sections: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ All problems are reported together, each with its line, the value found and the 
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +22,7 @@ from steadfast.errors import ConfigError, Problem
 CONFIGS = Path(__file__).parents[3] / "configs"
 QUOTED = re.compile(r"'(.*?)'")  # a name in pydantic's list of expected values
 # Pydantic adds the member of a union to the keys of an error, although the configuration has no such key.
-UNION_MEMBERS = ("literal['auto']", "constrained-int", *BALANCES, *ORDERS)
+UNION_MEMBERS = ("literal['auto']", "bool", "constrained-int", *BALANCES, *ORDERS)
 # Former names of keys. A file that a user gives is refused with the new name; the configuration in a run directory is
 # read.
 _RENAMED = {"recovery.stall_s": "recovery.hang_limit_s", "audit.recompute": "recompute.every"}
@@ -58,7 +58,9 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
         except OSError as error:
             raise ConfigError([Problem(name[:200], "", f"cannot be read: {error.strerror}")]) from error
     known = [path.name for path in CONFIGS.glob("*.yaml")]
-    what = f"no such file, here or in configs/{_suggestion(Path(file).name, known)}"
+    what = "no such file. An installed package has no configs/: give a path, or write a starter by steadfast init"
+    if known:
+        what = f"no such file, here or in configs/{_suggestion(Path(file).name, known)}"
     raise ConfigError([Problem(file, "", what)])
 
 
@@ -84,6 +86,22 @@ def parse_config(
     if isinstance(run, dict):
         run.setdefault("name", Path(file).stem)
 
+    return _validated(tree, document)
+
+
+def with_values(config: Config, section: str, values: Mapping[str, Any]) -> Config:
+    """Return a configuration with other values of a section's keys.
+
+    Raises ConfigError.
+    """
+    document = Document("", "")
+    document.override([f"{section}.{key}={json.dumps(value, default=str)}" for key, value in values.items()])
+    former = getattr(config, section).model_dump(exclude_unset=True)
+    return _validated({**dict(config), section: {**former, **document.tree.get(section, {})}}, document)
+
+
+def _validated(tree: dict[str, Any], document: Document) -> Config:
+    """Return the configuration of a tree. Raises ConfigError with every problem."""
     try:
         config = Config.model_validate(tree)
     except ValidationError as invalid:

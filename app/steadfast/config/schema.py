@@ -245,6 +245,9 @@ class TaskConfig(CoupledConfig):
     """largest number of tokens whose logits are held in memory at a time, for language_modeling; the logits are
     computed again in the backward. The model's method get_output_embeddings() must return its last layer, an nn.Linear.
     null holds all logits"""
+    label_smoothing: Fraction = 0.0
+    """share of each label that is spread over all classes, for classification; as in torch's cross_entropy, in
+    validation too"""
 
     @field_validator("chunk_tokens")
     @classmethod
@@ -252,6 +255,13 @@ class TaskConfig(CoupledConfig):
         if chunk_tokens is not None and info.data.get("kind") != "language_modeling":
             raise ValueError(f"must be null with task.kind={info.data.get('kind')}: only language_modeling has tokens")
         return chunk_tokens
+
+    @field_validator("label_smoothing")
+    @classmethod
+    def only_classes_are_smoothed(cls, label_smoothing: float, info: ValidationInfo) -> float:
+        if label_smoothing and info.data.get("kind") != "classification":
+            raise ValueError(f"must be 0 with task.kind={info.data.get('kind')}: only classification has labels")
+        return label_smoothing
 
 
 class TargetTask(CoupledConfig, Target):
@@ -529,7 +539,7 @@ class StepConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """steps in which the learning rate rises from 0 to optimizer.lr"""
     every_steps: PositiveInt
-    """number of steps after which the learning rate falls each time"""
+    """number of steps after which the learning rate falls each time, counted from the first step of the run"""
     gamma: Fraction = 0.1
     """factor of the learning rate at each fall"""
 
@@ -552,8 +562,15 @@ class ParallelSection(Section):
     survivors_hold_all: ClassVar[bool] = True
     copies_model: ClassVar[bool] = False  # in every forward, to each GPU of a worker
 
+    replica_key: ClassVar[str] = "parallel.shard_size"  # the key on which the size of a replica depends
+
     def replica_size(self, world_size: int) -> int:
         """Return the number of workers of a world that together hold one model."""
+        return 1
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of workers that compute the same samples one after another."""
         return 1
 
 
@@ -582,9 +599,12 @@ class FsdpConfig(ParallelSection):
     """modules that are gathered one at a time: blocks, the repeated layers of the model; a list of class names; or a
     number, for modules with at least this many parameters of their own. The rest of the model stays gathered for the
     whole step"""
-    reshard_after_forward: bool = True
-    """free gathered parameters after the forward, and gather them again in the backward; set false for speed if memory
-    allows"""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """true frees gathered parameters after each forward and each backward: a layer is gathered twice for each
+    microbatch. false keeps them until the last backward of a step: a layer is gathered once a step, and a worker needs
+    memory for the whole gathered model. auto is false if the second step of a world shows room for that on each GPU,
+    else true. On CPUs auto is true, because the memory that is free for a worker is not known there; also after a
+    forward ran out of memory. auto has not run on a GPU yet"""
     reduce_every_microbatch: bool = False
     """sum gradients over workers after each microbatch, which saves memory, instead of once per step, which is
     faster"""
@@ -604,6 +624,35 @@ class FsdpConfig(ParallelSection):
         return self.shard_size or world_size
 
 
+class PipelineConfig(ParallelSection):
+    survivors_hold_all: ClassVar[bool] = False
+    replica_key: ClassVar[str] = "parallel.stages"
+
+    kind: Literal["pipeline"] = "pipeline"
+    stages: Annotated[int, Field(ge=2)] = 2
+    """number of workers that together hold one model, a replica: each holds some of the repeated layers, and passes its
+    results to the next one. Further replicas are added or removed whole"""
+    balance: tuple[PositiveInt, ...] | None = None
+    """number of repeated layers of each stage; null for even numbers. Give a stage fewer layers if its worker is slower
+    or has less memory, or if the last stage's head is large"""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """order of a step's microbatches: 1f1b runs a backward as soon as it can, so that a stage keeps activations of as
+    many microbatches as there are stages from it on; gpipe runs all forwards first, and keeps those of all"""
+
+    def replica_size(self, world_size: int) -> int:
+        return self.stages
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages
+
+    @model_validator(mode="after")
+    def each_stage_has_layers(self) -> Self:
+        if self.balance is not None and len(self.balance) != self.stages:
+            raise ValueError(f"balance must have one number for each of the {self.stages} stages")
+        return self
+
+
 class DataParallelConfig(ParallelSection):
     """torch's nn.DataParallel: one worker for all GPUs of its machine.
 
@@ -615,7 +664,7 @@ class DataParallelConfig(ParallelSection):
     kind: Literal["data_parallel"] = "data_parallel"
 
 
-ParallelConfig = DdpConfig | FsdpConfig | DataParallelConfig
+ParallelConfig = DdpConfig | FsdpConfig | PipelineConfig | DataParallelConfig
 
 
 # The defaults are those of torch's GradScaler.
@@ -673,7 +722,7 @@ class CheckpointConfig(Section):
     with a machine"""
     node_memory: bool = True
     """also keep the newest state in each node's memory, outside of the workers, so that the death of all workers costs
-    seconds. Copies take about one per cent of the time, and twice the state's size"""
+    seconds. Copies take about one per cent of the time, and at most twice the state's size of each node's memory"""
     trainable_only: bool = False
     """leave out frozen parameters; a resume must get the same ones from the model's target or from run.init_from"""
     keep_last: PositiveInt = 3
@@ -692,7 +741,7 @@ class LoggingConfig(Section):
     """how often trackers draw a histogram of the norms of all parameters' gradients; null for never"""
     weights_digest_every: Interval | None = None
     """how often the ledger gets a digest of the trained weights, in steps or epochs, for `compare`; null for never, or
-    for every 100 steps with run.exact. The digest takes the leader a second or two per GB; not with fsdp, because no
+    for every 100 steps with run.exact. The digest takes rank 0 a second or two per GB; not with fsdp, because no
     worker has all weights"""
 
     @field_validator("weights_digest_every")
@@ -758,8 +807,9 @@ class RecoveryConfig(Section):
     (the reserved place) of each lost worker; restart ends all workers and starts new ones; auto is slots if Ray's
     version supports slots"""
     max_failures: NonNegativeInt = 10
-    """number of failures of one kind in a row, without a new step between them, that the run survives; all workers lost
-    in one attempt count as one failure. Raise it for unreliable nodes"""
+    """number of failures of one kind in a row, without a new step between them, that the run survives; the next one
+    ends the run. Kinds are those of the `failure` event. All workers lost in one attempt count as one failure. Raise it
+    for unreliable nodes"""
     # Heartbeats come at least five times in this time. A shorter limit would declare a busy machine dead.
     silence_s: PositiveFloat = 5.0
     """seconds without a heartbeat after which a worker counts as dead if its machine does not answer either; if the
@@ -857,12 +907,12 @@ class Config(Section):
     cluster: ClusterConfig = ClusterConfig()
     scaling: ScalingConfig = ScalingConfig()
     batch: BatchConfig = BatchConfig()
-    model: GptConfig | MlpConfig | Target = Field(GptConfig(), discriminator="kind")
-    task: TaskConfig | TargetTask = Field(TaskConfig(), discriminator="kind")
-    data: AnyData = Field(TextData(), discriminator="kind")
-    optimizer: OptimizerKind = Field(AdamWConfig(), discriminator="kind")
-    schedule: ScheduleConfig = Field(CosineConfig(), discriminator="kind")
-    parallel: ParallelConfig = Field(DdpConfig(), discriminator="kind")
+    model: GptConfig | MlpConfig | Target = Field(default=GptConfig(), discriminator="kind")
+    task: TaskConfig | TargetTask = Field(default=TaskConfig(), discriminator="kind")
+    data: AnyData = Field(default=TextData(), discriminator="kind")
+    optimizer: OptimizerKind = Field(default=AdamWConfig(), discriminator="kind")
+    schedule: ScheduleConfig = Field(default=CosineConfig(), discriminator="kind")
+    parallel: ParallelConfig = Field(default=DdpConfig(), discriminator="kind")
     precision: PrecisionConfig = PrecisionConfig()
     memory: MemoryConfig = MemoryConfig()
     compile: Compile = "none"
@@ -908,16 +958,21 @@ class Config(Section):
         """
         unit = self.replica_size
         smallest, largest = bounds
-        useful = max(unit, num_microbatches or self.batch.num_microbatches)  # training needs at least one whole replica
+        useful = (num_microbatches or self.batch.num_microbatches) * self.parallel.num_stages
+        useful = max(unit, useful)  # training needs at least one whole replica
         return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)
 
     def targets(self) -> dict[str, str]:
         """Return the targets of the user's own code, by key."""
-        found = {}
+        return {f"{key}.target": section.target for key, section in self.target_sections().items()}
+
+    def target_sections(self) -> dict[str, Target]:
+        """Return the sections that name or hold the user's own code, by key."""
+        found: dict[str, Target] = {}
         # A section with a target is itself a Target, but in `data` its parts may be targets too.
         for name, section in self:
             if isinstance(section, Target):
-                found[f"{name}.target"] = section.target
+                found[name] = section
         validation = self.data.validation
         parts = {
             "collate": getattr(self.data, "collate", None),
@@ -927,11 +982,11 @@ class Config(Section):
         }
         for name, part in parts.items():
             if isinstance(part, Target):
-                found[f"data.{name}.target"] = part.target
+                found[f"data.{name}"] = part
         for name in _LISTS:
             for index, section in enumerate(getattr(self, name)):
                 if isinstance(section, Target):
-                    found[f"{name}.{index}.target"] = section.target
+                    found[f"{name}.{index}"] = section
         return found
 
     @model_validator(mode="before")
@@ -1007,21 +1062,12 @@ class Config(Section):
     @field_validator("logging")
     @classmethod
     def a_digest_is_of_weights_in_one_place(cls, logging: LoggingConfig, info: ValidationInfo) -> LoggingConfig:
-        if logging.weights_digest_every is not None and isinstance(info.data.get("parallel"), FsdpConfig):
-            context = {"key": "logging.weights_digest_every"}
-            message = "must be null with parallel.kind=fsdp, because no worker has all weights"
+        parallel = info.data.get("parallel", DdpConfig())
+        if logging.weights_digest_every is not None and not parallel.survivors_hold_all:
+            context = {"key": "logging.weights_digest_every", "kind": parallel.kind}
+            message = "must be null with parallel.kind={kind}, because no worker has all weights"
             raise PydanticCustomError("rule", message, context)
         return logging
-
-    @field_validator("batch")
-    @classmethod
-    def every_worker_has_a_microbatch(cls, batch: BatchConfig, info: ValidationInfo) -> BatchConfig:
-        smallest = info.data.get("scaling", ScalingConfig()).min_workers
-        if smallest > batch.num_microbatches:
-            context = {"key": "scaling.num_workers", "limit": batch.num_microbatches, "found": smallest}
-            message = "at least {found} workers have only {limit} microbatches in a global batch; " + _SMALLER
-            raise PydanticCustomError("rule", message, context)
-        return batch
 
     @field_validator("task")
     @classmethod
@@ -1049,14 +1095,33 @@ class Config(Section):
     def some_world_has_whole_replicas(self) -> Self:
         # This rule needs the finished configuration, because `world_sizes` reads several sections.
         bounds = self.scaling.num_workers
+        smallest = self.scaling.min_workers
+        if smallest > self.batch.num_microbatches * self.parallel.num_stages:
+            context = {"key": "scaling.num_workers", "limit": self.batch.num_microbatches, "found": smallest}
+            message = "at least {found} workers have only {limit} microbatches in a global batch; " + _SMALLER
+            raise PydanticCustomError("rule", message, context)
         if not self.world_sizes(bounds):
-            context = {"key": "parallel.shard_size", "bounds": list(bounds), "limit": self.batch.num_microbatches}
+            context = {"key": self.parallel.replica_key, "bounds": list(bounds), "limit": self.batch.num_microbatches}
             message = (
                 "no number of workers in scaling.num_workers {bounds} is a multiple of it and at most the {limit} "
                 "microbatches of a global batch"
             )
             raise PydanticCustomError("rule", message, context)
         return self
+
+    @field_validator("parallel")
+    @classmethod
+    def stages_work_in_turn(cls, parallel: Section, info: ValidationInfo) -> Section:
+        batch = info.data.get("batch", BatchConfig())
+        if not isinstance(parallel, PipelineConfig):
+            return parallel
+        if batch.microbatch_size == "auto":
+            message = "must be a number with parallel.kind=pipeline: auto measures a worker that holds all layers"
+            raise PydanticCustomError("rule", message, {"key": "batch.microbatch_size"})
+        if batch.balance == "speed":
+            message = "must be even or weights by label with parallel.kind=pipeline, whose stages wait for each other"
+            raise PydanticCustomError("rule", message, {"key": "batch.balance"})
+        return parallel
 
     @field_validator("parallel")
     @classmethod

@@ -120,7 +120,12 @@ def _why_not_imported(error: BaseException, name: str, here: Path) -> str:
     # import within the module has failed.
     if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{missing}."):
         return f"no module {missing} in {here} or among the installed packages{_hint(missing, here)}"
-    return f"{_place_of(error, here)}{type(error).__name__}: {error}{_hint(missing or '', here)}"
+    what = f"{_place_of(error, here)}{type(error).__name__}: {error}{_hint(missing or '', here)}"
+    if not isinstance(error, ImportError | SyntaxError):
+        what += (
+            f'. An import runs the whole file: a script\'s training belongs under if __name__ == "__main__" in {name}'
+        )
+    return what
 
 
 def _place_of(error: BaseException, here: Path) -> str:

@@ -29,5 +29,5 @@ def require_extra(module: str, extra: str, key: str) -> None:
 
 
 def _missing(module: str, extra: str, key: str, why: str = "") -> ConfigError:
-    what = f"needs {module.partition('.')[0]}: pip install -c constraints.txt -e '.[{extra}]'{why}"
+    what = f"needs {module.partition('.')[0]}: pip install 'steadfast[{extra}]'{why}"
     return ConfigError([Problem("", f"{key}.kind", what)])

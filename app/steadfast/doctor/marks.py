@@ -26,7 +26,7 @@ class Marks:
     folder: str
 
     def leave(self, name: str) -> str:
-        """Write the file of a node. Return storage's error, "" if there is none."""
+        """Write the file of node `name`. Return storage's error, "" if there is none."""
         place = _place(self.store)
         try:
             place.commit(f"{self.folder}/{name}", _CONTENT)

@@ -88,6 +88,9 @@ def measure_link(place: RankHost, device: torch.device) -> LinkFigures | None:
     """Measure the link between two ranks by sending messages back and forth.
 
     Return the measurements on rank 0, None on rank 1.
+
+    Args:
+        place: rank of this process, and the address of the world's store.
     """
     with join_world(place, device) as groups:
         if place.rank == 1:

@@ -42,6 +42,6 @@ def halve_microbatch(num_samples: int, error: torch.OutOfMemoryError, coupled: b
         raise TrainingError(
             f"a forward of one sample does not fit into memory: {error}. What may help: "
             "memory.activation_checkpointing=full, parallel.kind=fsdp with more workers, precision.kind=bf16, shorter "
-            "samples; `main.py plan` says what takes how much"
+            "samples; `steadfast plan` says what takes how much"
         ) from error
     return OutOfMemory((num_samples + 1) // 2, str(error).partition("\n")[0])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-Draw = Callable[[int, dict[str, float]], None]  # (step, figures), draws the figures in all trackers
+Draw = Callable[[int, dict[str, Any]], None]  # (step, values), draws the values in all trackers
 
 
 @dataclass
@@ -31,10 +32,16 @@ class HookContext:
     ended_early: str = ""
     _draw: Draw | None = None
 
-    def log(self, values: Mapping[str, float]) -> None:
-        """Draw values as `hooks/…` in all trackers; rank 0's values count."""
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Draw values as `hooks/…` in all trackers; rank 0's values count.
+
+        Args:
+            values: numbers, texts, images and tables, by name. An image is a tensor (height, width) or (channels,
+                height, width), an array (height, width) or (height, width, channels), or an image of Pillow;
+                floating-point values go from 0 to 1. A table is a list of dictionaries, one for each row.
+        """
         if self._draw is not None:
-            self._draw(self.step, {f"hooks/{name}": float(value) for name, value in values.items()})
+            self._draw(self.step, {f"hooks/{name}": value for name, value in values.items()})
 
     def end_run(self, reason: str) -> None:
         """Finish the run at the next agreed step.
@@ -71,6 +78,9 @@ class Hook:
         """Act before a checkpoint of `run.step`."""
 
     def on_end(self, run: HookContext) -> None:
-        """Act after the last step of the run, finished or stopped."""
+        """Act when the run has finished or was stopped.
+
+        Not called after a failure or a resize.
+        """
 
     # Further methods: state_dict() -> dict, load_state_dict(dict), and validating(run) -> a context for validation.

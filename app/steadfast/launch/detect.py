@@ -2,6 +2,8 @@
 
 import os
 import re
+import sys
+from pathlib import Path
 
 import psutil
 
@@ -41,6 +43,13 @@ def _check_numbers() -> None:
         raise UsageError(f"MASTER_PORT={os.environ['MASTER_PORT']}: ports go up to 65535. {_REMEDY}")
 
 
+def in_ray_program() -> bool:
+    """Return whether Ray runs in this process, as a driver or a worker."""
+    # A process that has not imported Ray has not started it, and the import takes a second.
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
 def given_s(started_s: float) -> float:
     """Return the Unix time at which the user gave the command.
 
@@ -51,3 +60,13 @@ def given_s(started_s: float) -> float:
         return started_s
     # The user has started torchrun, the parent process, which imports torch before it starts a rank.
     return psutil.Process(os.getppid()).create_time()
+
+
+def program() -> list[str]:
+    """Return the arguments of Python that start this program again.
+
+    They name main.py of a checkout, or the installed package.
+    """
+    if Path(sys.argv[0]).stem in ("steadfast", "__main__"):
+        return ["-m", "steadfast"]
+    return ["main.py"]

@@ -9,11 +9,11 @@ import os
 import shlex
 import sys
 import time
-from pathlib import Path
 
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from steadfast.errors import TrainingError, UsageError
+from steadfast.launch.detect import program
 from steadfast.launch.handover import source_and_delete, write_variables
 from steadfast.run.directory import RunDirectory
 from steadfast.run.interrupts import EXIT_STOPPED
@@ -46,8 +46,7 @@ def run_as_job(directory: RunDirectory, variables: dict[str, str], arguments: li
         raise UsageError(f"--job needs a Ray cluster with its dashboard on this machine: {error}") from error
     except RuntimeError as error:
         raise UsageError(
-            f"--job: {error}. Install the packages for Ray's jobs on this machine: pip install -c constraints.txt -e "
-            "'.[cluster]'"
+            f"--job: {error}. Install the packages for Ray's jobs on this machine: pip install 'steadfast[cluster]'"
         ) from error
 
     job = _find_job(client, directory.uri)
@@ -67,7 +66,7 @@ def _submit(
     client: JobSubmissionClient, directory: RunDirectory, arguments: list[str], variables: dict[str, str]
 ) -> str:
     file = write_variables(variables)
-    command = shlex.join([sys.executable, *_program(), *arguments])
+    command = shlex.join([sys.executable, *program(), *arguments])
     try:
         job: str = client.submit_job(
             # The job runs in this directory, because relative paths would mean other files in Ray's copy of it.
@@ -88,13 +87,6 @@ def _find_job(client: JobSubmissionClient, run: str) -> str | None:
         if metadata.get(_RUN) == run and not job.status.is_terminal():
             return str(job.submission_id)
     return None
-
-
-def _program() -> list[str]:
-    """Return what starts this program again: main.py of a checkout, or the installed package."""
-    if Path(sys.argv[0]).stem in ("steadfast", "__main__"):
-        return ["-m", "steadfast"]
-    return ["main.py"]
 
 
 async def _follow(client: JobSubmissionClient, job: str) -> int:

@@ -8,13 +8,11 @@ import os
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
 from steadfast.errors import SteadfastError
 
-_PROGRAM = Path(__file__).parents[1]
 # Time that a failed rank waits for another rank to report the cause. torchrun ends all other ranks after one exit.
 _OF_FIRST_S = 3.0  # time for rank 0 to report the same error
 _OF_CAUSE_S = 6.0  # time for a lost peer to report its own error
@@ -44,21 +42,6 @@ def end_rank(error: Exception, text: str) -> NoReturn:
     exit_code = error.exit_code if isinstance(error, SteadfastError) else 1
     # The exit skips all cleanup, because the other ranks wait until torchrun notices the end of this process.
     os._exit(exit_code)
-
-
-def traceback_of(error: Exception) -> str:
-    """Return an error's traceback, beginning with the user's own code.
-
-    If the user's code has no frame there, the whole traceback is returned.
-    """
-    users = error.__traceback__
-    while users is not None and _is_own(users.tb_frame.f_code.co_filename):
-        users = users.tb_next
-    return "".join(traceback.format_exception(error.with_traceback(users or error.__traceback__))).rstrip()
-
-
-def _is_own(file: str) -> bool:
-    return Path(file).is_relative_to(_PROGRAM) or Path(file) == _PROGRAM.parents[1] / "main.py"
 
 
 def _let_others_speak(error: Exception) -> None:

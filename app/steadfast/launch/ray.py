@@ -1,12 +1,16 @@
 """Train on Ray, from a configuration to the exit code."""
 
+from __future__ import annotations
+
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn
 
 from steadfast.analysis.report.write import reported
 from steadfast.config import Config
@@ -20,6 +24,10 @@ from steadfast.run.owner import Ownership
 from steadfast.telemetry.console import Console
 from steadfast.units import plural
 
+if TYPE_CHECKING:
+    from steadfast.orchestration.objects import Objects
+    from steadfast.orchestration.trainer import Fit, RayDied
+
 
 def launch(config: Config, started_s: float, console: Console) -> int:
     """Train on Ray, and return the exit code of the command.
@@ -32,21 +40,56 @@ def launch(config: Config, started_s: float, console: Console) -> int:
     """
     before = Comebacks.of_this_process()
     before.check(config.recovery.max_failures)
+    return _launch(config, started_s, console, before)
+
+
+def launch_within(config: Config, started_s: float, console: Console, return_finished: bool) -> None:
+    """Train on Ray within a program of the user's, whose process goes on.
+
+    A Ray that runs in the program is used and left running.
+
+    Args:
+        started_s: Unix time of the call.
+        return_finished: as in `start_or_resume`.
+
+    Raises:
+        SteadfastError: the run cannot begin or go on. Without a process to replace, the death of Ray is an error too.
+    """
+    from steadfast.orchestration.cluster import restored_settings
+
+    with restored_settings():
+        _launch(config, started_s, console, Comebacks(), within=True, return_finished=return_finished)
+
+
+def _launch(
+    config: Config,
+    started_s: float,
+    console: Console,
+    before: Comebacks,
+    within: bool = False,
+    return_finished: bool = False,
+) -> int:
+    """Claim the run, train, and return the exit code.
+
+    Args:
+        within: as in `_Launch`.
+    """
     directory = RunDirectory.of(config)
     new = directory.check_writable()
     # The run is claimed before its directory is read, so that no other command changes the directory meanwhile.
     ownership = Ownership.claim(directory.store, before.token, say=console.line)
     try:
         begun = events.RunStarted(time_s=started_s, launcher="ray", again=bool(before.what) or None)
-        if not start_or_resume(config, directory, begun, console.line):
+        if not start_or_resume(config, directory, begun, console.line, return_finished):
             return 0
         bounds = before.num_workers or config.scaling.num_workers
         num_microbatches = directory.batch(config.batch).num_microbatches
         sizes = config.world_sizes(bounds, num_microbatches)
         config = config.replace("scaling.num_workers", _narrowed(bounds, sizes, num_microbatches))
         stopping = "stopping; Ctrl-C again to stop at once"
-        with reported(config.run, directory, console.line), Interrupts(lambda: console.line(stopping)) as interrupts:
-            return _Launch(config, directory, ownership, console, interrupts, before).run(started_s)
+        interrupts = Interrupts(lambda _: console.line(stopping), of_process=not within)
+        with reported(config.run, directory, console.line), interrupts:
+            return _Launch(config, directory, ownership, console, interrupts, before, within).run(started_s)
     finally:
         release_run(directory, ownership, new)
 
@@ -68,7 +111,11 @@ def _narrowed(bounds: tuple[int, int], sizes: Sequence[int], num_microbatches: i
 
 @dataclass(frozen=True)
 class _Launch:
-    """Training of one command on Ray, after the command has claimed the run."""
+    """Training of one command on Ray, after the command has claimed the run.
+
+    Attributes:
+        within: whether a program of the user's trains, so that its process must not be replaced or ended.
+    """
 
     config: Config
     directory: RunDirectory
@@ -76,35 +123,63 @@ class _Launch:
     console: Console
     interrupts: Interrupts
     before: Comebacks
+    within: bool = False
 
     def run(self, started_s: float) -> int:
         """Connect to a cluster, train there, and return the exit code."""
         import ray
 
-        address = self._connect(started_s)
+        packed = self._pack()
+        joined = self.within and ray.is_initialized()
+        if joined:
+            from steadfast.orchestration.cluster import running_cluster
+
+            address = running_cluster(self.config.cluster)
+        else:
+            address = self._connect(started_s)
         self.interrupts.on_abort = ray.shutdown
         from steadfast.orchestration.internals import end_embedded
         from steadfast.orchestration.trainer import RayDied
 
         try:
-            return self._train(address)
+            return self._train(address, packed)
         except RayDied as died:
-            follows = "the command starts again from the newest state"
-            if self.interrupts.stopping:
-                follows += ", to save it and stop"
-            restarted = events.ProcessRestarted(process=died.what, follows=follows)
-            self.directory.record(restarted)
-            self.console.line(restarted.line())
-            self.console.close()
-            # The children of a process survive `exec`, so the processes of an embedded Ray would run beside those of
-            # the next one.
-            end_embedded()
-            # The process is replaced even if Ray has died too often: a process in which Ray has died may hang at its
-            # end. The new process counts the deaths and raises the error.
-            stopping = self.interrupts.stopping
-            self.before.after(died.what, died.step, died.num_workers, died.cluster, stopping).come_back()
+            if not self.within:
+                self._come_back(died)
+            if not joined:
+                end_embedded()  # a shutdown would wait for the dead part
+            raise
         finally:
-            ray.shutdown()
+            if not joined:
+                ray.shutdown()
+
+    def _pack(self) -> bytes:
+        """Return the objects that a program gave to `fit`, pickled."""
+        if not self.within:
+            return b""
+        # This comes before Ray starts, because an object that cannot be sent to workers is refused.
+        from steadfast.orchestration.objects import pack_objects
+
+        return pack_objects(self.config)
+
+    def _come_back(self, died: RayDied) -> NoReturn:
+        """Start the command again in this process."""
+        from steadfast.orchestration.internals import end_embedded
+
+        follows = "the command starts again from the newest state"
+        if self.interrupts.stopping:
+            follows += ", to save it and stop"
+        restarted = events.ProcessRestarted(process=died.what, follows=follows)
+        self.directory.record(restarted)
+        self.console.line(restarted.line())
+        self.console.close()
+        # The children of a process survive `exec`, so the processes of an embedded Ray would run beside those of the
+        # next one.
+        end_embedded()
+        # The process is replaced even if Ray has died too often: a process in which Ray has died may hang at its end.
+        # The new process counts the deaths and raises the error.
+        stopping = self.interrupts.stopping
+        self.before.after(died.what, died.step, died.num_workers, died.cluster, stopping).come_back()
 
     def _connect(self, started_s: float) -> str:
         """Connect to a cluster, or embed Ray. Return the address or `EMBEDDED`."""
@@ -115,7 +190,7 @@ class _Launch:
         try:
             with self.interrupts.spared():
                 # Threads and processes that start here inherit the blocked signals.
-                self.console.stage("starting Ray", started_s)
+                self.console.stage("starting or joining Ray", started_s)
                 importing.start()
                 address = connect(self.config.cluster, self.config.scaling, self.console.verbose)
         except Exception as error:
@@ -128,16 +203,21 @@ class _Launch:
         importing.join()
         return address
 
-    def _train(self, address: str) -> int:
+    def _train(self, address: str, packed: bytes) -> int:
         """Wait for room on the cluster, and train until the run ends."""
-        import ray
-
         from steadfast.orchestration.cluster import EMBEDDED, await_room, describe_cluster, gpus_per_worker
-        from steadfast.orchestration.membership import Membership
-        from steadfast.orchestration.trainer import Fit, build_trainer, head_host, recovery_mode, start_coordinator
+        from steadfast.orchestration.objects import Objects
+        from steadfast.orchestration.trainer import RayDied, head_host
 
         config = self.config
         self.console.line(describe_cluster(address))
+        if (
+            address != EMBEDDED
+            and not self.within
+            and config.cluster.address == "auto"
+            and "RAY_ADDRESS" not in os.environ
+        ):
+            self.console.line("joined the Ray that runs on this machine; cluster.address=local starts another one")
         head_host()  # raises if there is no head; Ray would wait for one
         embedded = address == EMBEDDED
         if embedded and config.cluster.pip:
@@ -147,6 +227,29 @@ class _Launch:
         self.console.stage(f"waiting for room for {plural(config.scaling.min_workers, 'worker')}")
         gpus = gpus_per_worker(config.scaling, embedded)
         expected = await_room(config.scaling, gpus, self.ownership, self.interrupts, embedded)
+        objects = Objects(packed)
+        fit = self._fit(config, embedded, gpus, expected, objects)
+        ray_lives = True
+        try:
+            return fit.result()
+        except RayDied:
+            ray_lives = False
+            raise
+        finally:
+            if self.within and ray_lives:
+                fit.end()
+                objects.close()
+            # If another command has taken the run over, its workers need the copies.
+            if fit.over and self.ownership.holds():
+                with contextlib.suppress(OSError):
+                    end_copies(self.directory)
+
+    def _fit(self, config: Config, embedded: bool, gpus: int, expected: int, objects: Objects) -> Fit:
+        """Start the coordinator, and return the training of its workers."""
+        import ray
+
+        from steadfast.orchestration.membership import Membership
+        from steadfast.orchestration.trainer import Fit, build_trainer, recovery_mode, start_coordinator
 
         mode, why_not = recovery_mode(config.recovery.mode)
         if why_not:
@@ -154,13 +257,13 @@ class _Launch:
         if mode.ray_restarts and config.replica_size > 1 and len(config.world_sizes(config.scaling.num_workers)) > 1:
             raise UsageError(
                 "recovery.mode=restart: Ray would choose numbers of workers that are no multiple of "
-                f"parallel.shard_size {config.replica_size}. Give scaling.num_workers as one number"
+                f"{config.parallel.replica_key} {config.replica_size}. Give scaling.num_workers as one number"
             )
         membership = Membership.of(config.scaling, expected, config.replica_size)
         coordinator = start_coordinator(mode, config.recovery, membership, self.directory, self.ownership)
         cluster = "" if embedded else ray.get_runtime_context().gcs_address
-        fit = Fit(
-            partial(build_trainer, mode, config, self.directory, coordinator, gpus),
+        return Fit(
+            partial(build_trainer, mode, config, self.directory, coordinator, gpus, objects),
             coordinator,
             self.directory,
             self.console,
@@ -170,10 +273,3 @@ class _Launch:
             cluster,
             self.before.stopping,
         )
-        try:
-            return fit.result()
-        finally:
-            # If another command has taken the run over, its workers need the copies.
-            if fit.over and self.ownership.holds():
-                with contextlib.suppress(OSError):
-                    end_copies(self.directory)

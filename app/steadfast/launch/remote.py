@@ -15,17 +15,19 @@ from pathlib import Path
 import yaml
 
 from steadfast.errors import TrainingError, UsageError
+from steadfast.launch.detect import program
 from steadfast.launch.handover import source_and_delete, write_variables
 
 # The working directory on the nodes. The cluster files use the same path in `file_mounts`.
 HOME = "~/steadfast"
+_PACKAGE = Path(__file__).parents[1]
 # The head prints these lines before and after the command's output. All other output comes from ssh and Ray.
 _BEGINS = "steadfast begins"
 _ENDS = "steadfast ends with exit code"
 
 # Cloud provider -> the module with which Ray finds the head, and the pip arguments that install the module.
 _CLOUDS = {
-    "aws": ("boto3", "-c constraints.txt -e '.[cluster]'"),
+    "aws": ("boto3", "'steadfast[cluster]'"),
     "gcp": ("googleapiclient", "google-api-python-client google-auth"),
     "azure": ("msrestazure", "azure-identity azure-mgmt-compute azure-mgmt-network azure-mgmt-resource msrestazure"),
 }
@@ -60,7 +62,13 @@ def run_on_head(cluster: str, arguments: list[str], verbose: bool, variables: Ma
         remember_head(description)
 
     _copy(cluster, "./", f"{HOME}/")
-    main = f"{_hand_over(cluster, variables)}python main.py {shlex.join(arguments)}"
+    started_by = program()
+    if started_by != ["main.py"]:
+        # Without a checkout the head imports this package from the working directory, and need not have it installed.
+        _copy(cluster, f"{_PACKAGE}/", f"{HOME}/{_PACKAGE.name}/")
+    # ssh always gives the command a terminal. Without one here, codes of a terminal would end up in a file or a pipe.
+    terminal = "" if sys.stdout.isatty() else "TERM=dumb "
+    main = f"{_hand_over(cluster, variables)}{terminal}python {shlex.join([*started_by, *arguments])}"
     # The head prints the exit code, because `ray exec` itself returns 1 for every code but 0.
     command = f"echo {_BEGINS}; cd {HOME} && {main}; echo {_ENDS} $?"
     remote = subprocess.Popen(

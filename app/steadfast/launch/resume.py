@@ -88,8 +88,8 @@ def _start_or_resume(
     if former is None or _length(former) != _length(config.run):
         _note_short_step(former, config.batch.global_size, directory, say)
     directory.delete_summary()
-    # An old request of `steadfast scale` was meant for the former command.
-    directory.pop_scale_request()
+    # An old request of a user was meant for the former command.
+    directory.pop_request()
     # Without a checkpoint, the memory of a node may still hold the run's finished steps.
     if stored is not None and (resumable or directory.last_step()):
         _keep_microbatch_size(stored.batch, config.batch, directory)

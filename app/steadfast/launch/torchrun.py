@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import socket
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -14,6 +15,7 @@ from steadfast.analysis.report.write import reported
 from steadfast.config import Config, ScalingConfig
 from steadfast.errors import RunConflict, SteadfastError, TrainingError
 from steadfast.guards.corruption import Corrupted
+from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.guards.numerics import BadStep
 from steadfast.guards.out_of_memory import OutOfMemory
 from steadfast.launch.detect import given_s
@@ -21,7 +23,7 @@ from steadfast.launch.resume import release_run, start_or_resume
 from steadfast.loop.worker_state import WorkerState
 from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import Event, Failure, ForwardsShrunk, RunStarted
+from steadfast.run.events import Event, Failure, ForwardsShrunk, Notice, RunStarted
 from steadfast.run.interrupts import EXIT_STOPPED, Interrupts
 from steadfast.run.owner import Ownership
 from steadfast.telemetry.console import Console
@@ -37,6 +39,8 @@ _RAY_KEYS = {
     "scaling": ("spares", "cpus_per_worker", "start_timeout_s", "placement", "label_selector"),
     "recovery": ("mode", "max_failures", "hang_limit_s"),
 }
+# Kinds of failures whose events name the rank. All ranks report failures of the other kinds alike.
+_OF_ONE_RANK = (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY, FailureKind.PEER)
 # torchrun's default run id. With it a restart looks like another command.
 _NO_RUN_ID = "none"
 
@@ -120,6 +124,7 @@ class TorchrunRuntime:
         self._formed = False
         self._rolled_back = False
         self._stop = False
+        self._stop_reason = ""  # reason of a stop that is not published yet
 
     def next_world(self) -> World | None:
         # After a rollback a requested stop still needs one more world, which restores the state to stop with.
@@ -129,12 +134,16 @@ class TorchrunRuntime:
         own = WorldRank(self._place.rank, self._place.world_size, self._attempt)
         return form_world(self._place.store, own, self._process, self._amendments)
 
-    def request_stop(self) -> None:
+    def request_stop(self, reason: str) -> None:
         self._stop = True
+        self._stop_reason = reason
 
     def signals(self) -> Signals:
         if self._ownership is not None and self._ownership.lost:
             raise RunConflict(self._ownership.lost)
+        if self._stop_reason and self._place.rank == 0:  # torchrun passes the signal to all ranks
+            self.publish(Notice(text=f"{self._stop_reason}: the run stops after this step"))
+            self._stop_reason = ""
         return Signals(stop=self._stop)
 
     def publish(self, event: Event) -> None:
@@ -144,10 +153,12 @@ class TorchrunRuntime:
 
     def failed(self, step: int, error: BaseException) -> bool:
         if isinstance(error, OutOfMemory):  # the processes that torchrun starts next read the size from this event
-            self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))
+            size = error.forward_size
+            rank = self._place.rank
+            self.publish(ForwardsShrunk(step=step + 1, forward_size=size, error=error.error, rank=rank))
         amended = self._amended_by(error)
         # The failure is not shown here, because the end of the command reports it once for all ranks.
-        self._events.write(Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=amended is None))
+        self._events.write(self._failure(step, error, fatal=amended is None))
         if amended is None or self._ownership is None:
             raise error
         self._amendments = amended
@@ -155,6 +166,14 @@ class TorchrunRuntime:
         self._formed = False
         self._rolled_back = True
         return True
+
+    def _failure(self, step: int, error: BaseException, fatal: bool) -> Failure:
+        failure = Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=fatal)
+        kind = failure_kind(error)
+        if kind not in _OF_ONE_RANK:
+            return failure
+        own = {"kind": kind, "rank": self._place.rank, "pid": os.getpid(), "host": socket.gethostname()}
+        return failure.model_copy(update=own)
 
     def _amended_by(self, error: BaseException) -> Amendments | None:
         """Return the amendments for the next attempt.

@@ -76,7 +76,7 @@ class Costs:
         self._step_s = 0.0
 
     def record(self, event: Event) -> None:
-        """Update the estimate with an event of the run."""
+        """Update the estimated costs of ending members with an event of the run."""
         match event:
             case events.ModelSharded():
                 self._sharded = True

@@ -260,7 +260,7 @@ class StepBuffers:
         if self._exact and self._buffers.changing:
             raise TrainingError(
                 f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, whose value then comes "
-                "from the leader's microbatches, and so depends on the number of workers. Set run.exact=false"
+                "from rank 0's microbatches, and so depends on the number of workers. Set run.exact=false"
             )
         self._statistics.send(groups.communicator)
 

@@ -27,7 +27,8 @@ class Embeddings:
     def put(self, embeddings: Any, first_row: int, num_samples: int, weight: int) -> None:
         """Write the embeddings of some samples into their rows.
 
-        Embeddings of weight 0 only define the shape of rows.
+        Args:
+            weight: 0 for samples that only define the shape of the rows and are not written.
 
         Raises:
             UsageError: a tensor has no row for each sample, or its rows differ in shape from earlier rows.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadfast.config import Config, Target, TaskConfig
@@ -60,14 +61,16 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
         return
     world.progress.enter("validation")
     with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
-        _Trial(worker, unwrapped).run()
+        _Trial(worker, world, parallel, unwrapped).run()
 
 
 class _Trial:
     """Evaluates a task on rows of one batch of real samples."""
 
-    def __init__(self, worker: WorkerState, model: nn.Module) -> None:
+    def __init__(self, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
         config = worker.config
+        self._world = world
+        self._parallel = parallel
         self._task = worker.task.copied() if isinstance(worker.task, OwnTask) else worker.task
         self._name = getattr(config.task, "target", config.task.kind).rpartition(":")[2]
         self._model = model
@@ -138,9 +141,17 @@ class _Trial:
     def _loss(self, batch: Batch, seed: int) -> Sums:
         seed_generators(seed, Microbatch(0, 0, 0, 0), self._precision.device)
         with self._precision.autocast():
-            sums = self._task.loss(self._model, batch)
+            sums = self._parallel.loss(self._task, self._model, batch)
         reshard(self._model)
-        return replace(sums, loss_sum=sums.loss_sum.detach())
+        sums = replace(sums, loss_sum=sums.loss_sum.detach())
+        return sums if self._world.stages == 1 else self._of_all_stages(sums)
+
+    def _of_all_stages(self, sums: Sums) -> Sums:
+        """Return the last stage's sums on every stage, which all go on in the same way. A collective."""
+        # Every replica tries the same samples.
+        numbers = torch.tensor([float(sums.loss_sum), float(sums.count)], dtype=torch.float64) / self._world.replicate
+        dist.all_reduce(numbers, group=self._world.groups.control)
+        return replace(sums, loss_sum=numbers[0], count=numbers[1])
 
     def _compare_rows(self, task: GlobalTask, *batches: Batch) -> None:
         found: list[list[Tensor]] = []

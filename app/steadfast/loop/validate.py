@@ -87,7 +87,7 @@ class Validator:
             # A loss over the global batch depends on its size, so one loss is computed per global batch. Any other loss
             # is computed in a single step whose global batch is the whole validation set.
             for step in range(1, self._plan.last_step + 1):
-                fetched = self._worker.loader.validation(iter(self._plan.microbatches(step, self._world.rank)))
+                fetched = self._worker.loader.validation(iter(self._plan.microbatches(step, self._world.data_rank)))
                 self._measure_step(step, fetched, model, metrics, totals)
         names = agree_on_names(totals.metric_names, self._world.groups.control)
         numbers = torch.cat([totals.loss_sum, totals.parts(totals.count), *totals.metrics(names)])
@@ -111,7 +111,7 @@ class Validator:
                     found = task.embed(model, fetched.batch)
                     embeddings.put(found, microbatch.start - begin, num_samples, microbatch.weight)
                 else:
-                    totals.add(task.loss(model, fetched.batch), microbatch.weight)
+                    totals.add(self._parallel.loss(task, model, fetched.batch), microbatch.weight)
         if isinstance(task, GlobalTask):
             # Every rank computes the same loss, and only the leader's loss is added up.
             counts = int(self._world.leader)

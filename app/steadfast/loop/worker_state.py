@@ -33,7 +33,7 @@ from steadfast.config import Config, Every, TargetOptimizer
 from steadfast.data import Dataset, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
-from steadfast.errors import NotDeferrable, UsageError
+from steadfast.errors import NotDeferrable, SteadfastError, UsageError
 from steadfast.hooks.hooks import Hooks
 from steadfast.loop.buffers import Buffers, refuse_running_statistics, refuse_synchronized
 from steadfast.loop.modes import prepare_for_training
@@ -46,11 +46,12 @@ from steadfast.parallel.blocks import blocks_of
 from steadfast.parallel.compiled import CompiledBlocks, probe
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.parallel.precision import Precision, build_precision
+from steadfast.parallel.stages import Outline, examine, lend_memory, set_outline
 from steadfast.plan import Amendments, Plan, begin_of
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import read_key, read_owner
-from steadfast.tasks import build_task
-from steadfast.tasks.own import GlobalTask
+from steadfast.tasks import Sums, build_task
+from steadfast.tasks.own import GlobalTask, OwnTask
 from steadfast.world.control import gather_numbers
 from steadfast.world.device import Gpu, gather_gpus
 from steadfast.world.hardware import kind_of, refuse_mixed
@@ -109,6 +110,7 @@ class WorkerState:
         self._part = 0, 1  # part of the model that this rank holds in the world, and number of parts
         self._shards: HeldShards | None = None  # of the last attempt
         self._goes_on_with_shards = False
+        self._outline: Outline | None = None  # of the model, in a pipeline
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
@@ -148,7 +150,36 @@ class WorkerState:
         else:
             # Not with the real model, which is not sharded yet: its state may exceed the memory of the device.
             torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+        if self.config.parallel.num_stages > 1:
+            try:
+                self._outline = self._examine()
+            except SteadfastError:
+                raise
+            except Exception:
+                # Code that asks for its rank fails without a world. `prepare` tries again there.
+                self._outline = None
         self._compile_ahead()
+
+    def _examine(self) -> Outline:
+        """Return the outline of the model, which has to be built anew afterwards.
+
+        Raises UsageError if stages cannot train the model.
+        """
+        if isinstance(self.task, GlobalTask):
+            raise UsageError("parallel.kind=pipeline: a task with embed and loss(embeddings) needs the whole model")
+        device = self.precision.device
+        if self._values is not None:
+            lend_memory(self._model, device)
+            self._values.fill(dict(self._model.named_buffers()))
+        batch = self.loader.example(min(2, self.batch.samples_per_microbatch, self.order.num_train))
+        task = self.task.copied() if isinstance(self.task, OwnTask) else self.task
+
+        def run() -> Sums:
+            with self.precision.autocast():
+                return task.loss(self._model, batch)
+
+        with own_randomness(0), torch.random.fork_rng([device], enabled=device.type == "cuda"):
+            return examine(self._model, run, device)
 
     def _compile_ahead(self) -> None:
         """Compile the layers before this worker joins a world.
@@ -305,6 +336,11 @@ class WorkerState:
             kept = self._shards.take()
         self._shards = None  # releases the old shards before new ones are allocated
         self._start_anew()
+        if self.config.parallel.num_stages > 1:
+            if self._outline is None:
+                self._outline = self._examine()
+                self._start_anew()
+            set_outline(self._model, self._outline)
         # Found before the model is wrapped, which changes the names of the layers' classes.
         layers = blocks_of(self._model)
         model = parallel.wrap(self._model)
@@ -342,7 +378,7 @@ class WorkerState:
         return self._memory
 
     def leave_run(self) -> None:
-        """End the memory kept for later workers, after the run."""
+        """Release the copies in node memory, because the run is over."""
         if self._memory is not None:
             self._memory.end()
 
@@ -420,7 +456,9 @@ class WorkerState:
         """Return the plan of an attempt's steps, with even shares."""
         num_samples = self.config.run.num_samples(self.order.num_train)
         batch = self.batch
-        plan = Plan.even(batch.global_size, batch.samples_per_microbatch, world.size, world.replica_size, num_samples)
+        plan = Plan.even(
+            batch.global_size, batch.samples_per_microbatch, world.data_size, world.shard_size, num_samples
+        )
         return plan.amended(self.amendments)
 
     def validation_plan(self, world: World) -> Plan | None:
@@ -432,7 +470,7 @@ class WorkerState:
         if not size:
             return None
         step_size = self.batch.global_size if isinstance(self.task, GlobalTask) else size
-        return Plan.even(step_size, self.batch.samples_per_microbatch, world.size, world.replica_size, num_samples=size)
+        return Plan.even(step_size, self.batch.samples_per_microbatch, world.data_size, world.shard_size, size)
 
     def example(self) -> Batch:
         """Return a microbatch of real samples on the device."""

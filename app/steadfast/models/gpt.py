@@ -70,7 +70,8 @@ class Gpt(nn.Module):
     def reset_parameters(self) -> None:
         """Draw GPT-2's initial weights.
 
-        Weights are normal with standard deviation 0.02, and biases are zero.
+        Weights are normal with standard deviation 0.02, in layers that end a residual branch divided by
+        sqrt(2 num_layers). Biases are zero.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):

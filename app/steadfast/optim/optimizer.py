@@ -1,7 +1,7 @@
 """Optimizers, and the rescaling and clipping of gradients before an update."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from steadfast.config import (
 from steadfast.errors import ConfigError, Problem
 from steadfast.optim.own_optimizer import build_own, parameters_of
 from steadfast.optim.schedule import Schedule
-from steadfast.parallel.dtensor import is_sharded, local, norms_of_parts, unsharded
+from steadfast.parallel.dtensor import is_sharded, local, unsharded
 from steadfast.parallel.precision import Precision
+from steadfast.parallel.stages import held_elsewhere
 
 PEAK = "initial_lr"  # torch's own name for a parameter group's rate before a schedule scales it
 
@@ -122,8 +123,9 @@ def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> lis
         if param.requires_grad:
             members[_number_of_group(config, name)].append(param)
     groups = _decay_matrices_only(members[0], weight_decay)
+    elsewhere = {_number_of_group(config, name) for name, param in held_elsewhere(model).items() if param.requires_grad}
     for index, group in enumerate(config.groups, 1):
-        if not members[index]:
+        if not (members[index] or index in elsewhere):
             what = f'"{group.match}" is in the name of no parameter that trains and that no group before it matches'
             raise ConfigError([Problem("", f"optimizer.groups.{index - 1}.match", what)])
         if group.weight_decay is None:
@@ -176,7 +178,11 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, ste
 
 @torch.no_grad()
 def rescale_gradients(
-    model: nn.Module, precision: Precision, correction: float | Tensor, max_norm: float | None, *, sharded: bool
+    model: nn.Module,
+    precision: Precision,
+    correction: float | Tensor,
+    max_norm: float | None,
+    whole_norms: Callable[[Tensor, list[Tensor]], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Multiply all gradients by `correction`, then clip their norm.
 
@@ -184,27 +190,21 @@ def rescale_gradients(
     to `max_norm`.
 
     Args:
-        sharded: whether the gradients are DTensors, all sharded alike.
+        whole_norms: as `Parallel.whole_norms`.
 
     Returns:
-        The norm of the whole gradient after the correction and before clipping, () and whole even if gradients are
-        sharded; and the norms of each parameter's gradient before the correction, (parameters,), sharded as they are.
+        The norm of the whole gradient after the correction and before clipping, (), which is never sharded; and the
+        norm of each parameter's gradient before the correction, (parameters,), sharded as the gradients are.
     """
     # Correction and clipping share one pass over the gradients, which moves as many bytes as the model has.
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
     if not gradients:  # the step has used no parameter
         nothing = torch.zeros(1, device=precision.device)
         return nothing[0], nothing
-    if sharded:
-        # Computed on local parts, because the foreach kernels do not support sharded tensors. `norms_of_parts` computes
-        # the norm of its example to find the placements, so the smallest gradient costs least.
-        parts = list(map(local, gradients))
-        norms = norms_of_parts(_norms(parts), min(gradients, key=Tensor.numel))
-        norm = unsharded(torch.linalg.vector_norm(norms))
-    else:
-        parts = gradients
-        norms = _norms(parts)
-        norm = torch.linalg.vector_norm(norms)
+    # Computed on local parts, because the foreach kernels do not support sharded tensors.
+    parts = list(map(local, gradients))
+    norms = whole_norms(_norms(parts), gradients)
+    norm = unsharded(torch.linalg.vector_norm(norms))
     correction = correction / precision.loss_scale
     norm = norm * correction
     if max_norm is not None:

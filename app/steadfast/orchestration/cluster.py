@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from steadfast.orchestration.internals import (
     end_at_once,
     keep_sigterm_handler,
     on_loopback,
+    restored_functions,
     silence_raylet,
 )
 from steadfast.orchestration.packages import check_packages
@@ -33,6 +35,7 @@ _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so that relative paths mean the user's files
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # time to notice a dead worker; Ray's default is 2
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # Ray Train would write each printed line to its log a second time
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the coordinator watches for preemptions
 }
 _STORE_BYTES = 100 * 2**20  # small, because no large object goes through Ray's object store
@@ -63,14 +66,13 @@ class RayNotStarted(TrainingError):
 def connect(cluster: ClusterConfig, scaling: ScalingConfig, verbose: bool) -> str:
     """Join a cluster, or embed Ray in this process.
 
-    Return the cluster's address or `EMBEDDED`. The README describes which cluster a run joins.
+    Return the cluster's address or `EMBEDDED`. docs/guides/commands.md describes which cluster a run joins.
 
     Raises:
         RayNotStarted: Ray does not start. The message holds the first line of Ray's error, and the remedy.
         UsageError: a cluster was named, and no Ray answers at its address.
     """
-    for name, value in _RAY_SETTINGS.items():
-        os.environ.setdefault(name, value)
+    _set_defaults()
     quiet: dict[str, Any] = {"log_to_driver": verbose, "logging_level": logging.INFO}
     if not verbose:
         quiet["logging_level"] = logging.ERROR
@@ -95,16 +97,56 @@ def connect(cluster: ClusterConfig, scaling: ScalingConfig, verbose: bool) -> st
     return EMBEDDED
 
 
-def _init(**options: Any) -> None:
+def running_cluster(cluster: ClusterConfig) -> str:
+    """Return the address of the Ray that a program of the user's has started or joined.
+
+    Raises:
+        UsageError: the configuration has keys that take effect when Ray is started or joined.
+    """
+    default = ClusterConfig()
+    late = [f"cluster.{key}" for key in ("address", "env", "pip") if getattr(cluster, key) != getattr(default, key)]
+    if late:
+        raise UsageError(
+            f"{', '.join(late)}: Ray is running in this program already, and takes these when it starts. Give them to "
+            "ray.init (address=, runtime_env=), or call fit before ray.init or after ray.shutdown"
+        )
+    _set_defaults()
+    return str(ray.get_runtime_context().gcs_address)
+
+
+@contextlib.contextmanager
+def restored_settings() -> Iterator[None]:
+    """Undo after the context what `connect` and `running_cluster` set in this process."""
+    former = {name: os.environ.get(name) for name in _RAY_SETTINGS}
     try:
-        ray.init(**options)
+        with restored_functions():
+            yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+def _set_defaults() -> None:
+    for name, value in _RAY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+
+
+def _init(address: str, **options: Any) -> None:
+    try:
+        ray.init(address=address, **options)
     except Exception as error:
         said = str(error).partition("\n")[0].rstrip(". ")
-        raise RayNotStarted(
-            f"Ray cannot be started or joined: {said}",
-            "On a very busy machine its start may exceed Ray's own time limit: give the same command again when the "
-            "machine is less busy (-v shows Ray's messages and the traceback)",
-        ) from error
+        what = f"Ray cannot be started: {said}"
+        remedy = "If Ray timed out, give the same command again when the machine is less busy"
+        if address != "local":
+            # `find_cluster` has found a Ray there. Ray's error does not say that the token was refused.
+            what = f"Ray at {address} answers, but cannot be joined: {said}"
+            remedy = (
+                "If the cluster requires a token, set RAY_AUTH_MODE=token and copy ~/.ray/auth_token from its head; "
+                "Ray and Python must have the cluster's versions"
+            )
+        raise RayNotStarted(what, f"{remedy} (-v shows Ray's messages and the traceback)") from error
 
 
 def find_cluster(wanted: str) -> str | None:

@@ -24,8 +24,9 @@ from steadfast.orchestration.policies import BrokenWorlds, Budgets
 from steadfast.orchestration.stack_files import StackFiles
 from steadfast.orchestration.succession import Succession
 from steadfast.orchestration.supervisor import Abort, Decision, Dump, Lose, Record, Release, Situation, Supervisor
+from steadfast.orchestration.workers_file import WorkersFile
 from steadfast.run import events
-from steadfast.run.directory import STACKS, RunDirectory
+from steadfast.run.directory import STACKS, KillRequest, RunDirectory, ScaleRequest
 from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
 from steadfast.world.timeouts import Timeouts
@@ -86,6 +87,7 @@ class Coordinator:
         self._left_over = 0  # waiting workers in the last `LeftOver` event
         self._supervisor = Supervisor(recovery, directory / STACKS)
         self._stacks = StackFiles(directory.store)
+        self._workers_file = WorkersFile(directory.store)
         self._timeouts = Timeouts(recovery.silence_s)
         self.heartbeats = HeartbeatServer(self._timeouts, self._heard, self.lose, self._patience)
         self._started: asyncio.Task[int] | None = None
@@ -248,15 +250,25 @@ class Coordinator:
 
     def _lose_from_world(self, member: Member, kind: FailureKind, cause: str) -> None:
         self._dead[member.name] = ""
+        rank = self.membership.rank_of(member.name)
         if self._forget(member.name):
             self.abort()
-            self._record_failure(member, kind, cause)
+            self._record_failure(member, kind, cause, rank)
 
-    def _record_failure(self, member: Member, kind: FailureKind, cause: str) -> None:
+    def _record_failure(self, member: Member, kind: FailureKind, cause: str, rank: int | None = None) -> None:
         # A loss between two attempts counts for the former attempt.
         attempt = self._ownership.attempt
-        node = member.node or None
-        self.record(events.Failure(attempt=attempt, kind=kind, member=member.name, node=node, error=cause))
+        failure = events.Failure(
+            attempt=attempt,
+            kind=kind,
+            member=member.name,
+            rank=rank,
+            pid=member.pid,
+            host=member.host,
+            node=member.node or None,
+            error=cause,
+        )
+        self.record(failure)
         self._spawn(self._charge_loss(kind, attempt))
 
     async def _charge_loss(self, kind: FailureKind, attempt: int) -> None:
@@ -290,8 +302,9 @@ class Coordinator:
         # Each check has a loop of its own, so that no check waits while another one waits for Ray or storage.
         await asyncio.gather(
             self._repeat(self._check_drains),
-            self._repeat(self._check_scale),
+            self._repeat(self._check_requests),
             self._repeat(self._check_shortage),
+            self._repeat(self._show_workers),
             self._watch_workers(),
         )
 
@@ -311,12 +324,26 @@ class Coordinator:
         members = {member.name: member.node for member in self.members.values()}
         self._carry_out(self._supervisor.check_drains(nodes, members))
 
-    async def _check_scale(self) -> None:
-        request = await asyncio.to_thread(self._directory.pop_scale_request)
-        if request is None or self.heartbeats.commands.stop:
-            return
-        self.record(events.Scale(before=(self.membership.smallest, self.membership.largest), after=request))
-        self.dismiss(self.membership.rescale(*request), Leave.RELEASED)
+    async def _check_requests(self) -> None:
+        match await asyncio.to_thread(self._directory.pop_request):
+            case ScaleRequest(smallest, largest) if not self.heartbeats.commands.stop:
+                before = (self.membership.smallest, self.membership.largest)
+                self.record(events.Scale(before=before, after=(smallest, largest)))
+                self.dismiss(self.membership.rescale(smallest, largest), Leave.RELEASED)
+            case KillRequest(rank) if self._running and rank < len(self.membership.world):
+                self._kill(rank)
+
+    def _kill(self, rank: int) -> None:
+        """Kill a worker on request, so that the user sees how the run recovers."""
+        name = self.membership.world[rank]
+        if name in self.members:
+            self.record(events.Notice(text=f"rank {rank} (worker {name}) is killed, as a user has requested"))
+            # The death is not declared here: the coordinator detects it by the heartbeats, like any other death.
+            ray.kill(self.members[name].actor)
+
+    async def _show_workers(self) -> None:
+        attempt, members = self._ownership.attempt, dict(self.members)
+        await asyncio.to_thread(self._workers_file.update, attempt, members, dict(self._supervisor.progress))
 
     async def _check_shortage(self) -> None:
         if self._short_since_s is None:
@@ -411,7 +438,7 @@ class Coordinator:
                 self._expel(report.corrupted, report.step)
             case FailureKind.SMALLER:
                 cause = "out of memory"
-                self._shrink(report)
+                self._shrink(member, report)
             case _:
                 cause = "exception"
                 self._charge(member, report)
@@ -426,14 +453,25 @@ class Coordinator:
         first = self._seen_failures.setdefault((report.step, report.message), member)
         if report.kind is FailureKind.OURS or first != member or exceeded is not None:
             self.over = True
-        self.record(report.to_event(member).model_copy(update={"fatal": self.over, "budget": exceeded}))
+        self.record(self._failure(member, report).model_copy(update={"fatal": self.over, "budget": exceeded}))
 
-    def _shrink(self, report: FailureReport) -> None:
+    def _failure(self, member: str, report: FailureReport) -> events.Failure:
+        """Return the event of a worker's report, with rank and process if known."""
+        failure = report.to_event(member)
+        sender = self.members.get(member)
+        if sender is None:
+            return failure
+        rank = self.membership.rank_of(member)
+        return failure.model_copy(update={"rank": rank, "pid": sender.pid, "host": sender.host})
+
+    def _shrink(self, member: str, report: FailureReport) -> None:
         # Every rank may have run out of memory, each with another forward size. The smallest size counts.
         size = report.forward_size
         former = self._amendments.forward_size
         if size is not None and (former is None or size < former):
-            self.record(events.ForwardsShrunk(step=report.step + 1, forward_size=size, error=report.message))
+            rank = self.membership.rank_of(member)
+            shrunk = events.ForwardsShrunk(step=report.step + 1, forward_size=size, error=report.message, rank=rank)
+            self.record(shrunk)
 
     def _expel(self, name: str, step: int) -> None:
         # All members report the corruption. The first report counts.
@@ -441,7 +479,7 @@ class Coordinator:
             self.lose(name, f"computed wrongly in step {step + 1}", FailureKind.CORRUPTION)
 
     def _charge_communication(self, member: str, report: FailureReport) -> None:
-        self.record(report.to_event(member))
+        self.record(self._failure(member, report))
         broken = self._broken_worlds.count(report.attempt)
         exceeded = self._budgets.spend(report.kind, self._furthest_step)
         if reason := broken or exceeded:
@@ -608,7 +646,8 @@ class Coordinator:
     async def _taken_over(self, name: str | None = None) -> None:
         """Wait until the takeover from a former coordinator is complete.
 
-        Then it is known which members of the world live. Member `name` does not train until then.
+        Afterwards the coordinator knows which members of the world live. `name` is the member that made the request,
+        and that therefore is not training.
         """
         if self._succession.over:
             return

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from steadfast.liveness.lateness import Lateness
+from steadfast.run.events import CONNECTION_CLOSED
 from steadfast.world.timeouts import Timeouts
 
 Message = dict[str, Any]
@@ -180,12 +181,14 @@ class HeartbeatServer:
         if former is not None:
             former.writer.transport.abort()
         writer.write(_line(asdict(self.commands)))
-        cause = "connection closed"
+        cause = CONNECTION_CLOSED
         try:
             async for line in _lines(reader):
                 peer.silent_s = 0.0
                 self._on_message(name, json.loads(line))
                 writer.write(b"\n")
+        except ConnectionResetError:
+            pass  # a process that is killed may leave data unread, and its kernel then resets the connection
         except OSError as error:
             cause = str(error)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -95,6 +95,10 @@ class Membership:
         self.world = world
         self._ranks = {member: rank for rank, member in enumerate(world)}
 
+    def rank_of(self, member: str) -> int | None:
+        """Return a member's rank in the newest world, None if it has none."""
+        return self._ranks.get(member)
+
     @property
     def wanted(self) -> int:
         """Return the wanted number of members, including spares."""
@@ -131,9 +135,9 @@ class Membership:
         return was_in
 
     def send_away(self, members: Iterable[str]) -> list[str]:
-        """Release `members`, and return the waiting members to dismiss.
+        """Remove the waiting members among `members`, and return their names.
 
-        Waiting members can go at once. Members of the world leave at an agreed step.
+        The caller dismisses the removed members. Members of the world are only marked, and leave at an agreed step.
         """
         going = set(members)
         waiting = sorted(going & self._waiting.keys())

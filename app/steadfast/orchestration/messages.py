@@ -19,6 +19,8 @@ class Member:
     actor: Any  # actor handle, with which the coordinator can kill a silent worker
     node: str
     store: Address = ("", 0)  # address of a TCPStore in the worker, used if the worker leads the next world
+    pid: int | None = None
+    host: str | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 The module is pure: it receives the state of the run and the time as arguments, so that tests need no cluster.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from steadfast.config import RecoveryConfig
 from steadfast.guards.failures import FailureKind
 from steadfast.liveness.rank_times import RankTimes
 from steadfast.liveness.verdicts import Costs, Guess, Price, patience_s
-from steadfast.liveness.watchdog import Hang, Watchdog, find_straggler
+from steadfast.liveness.watchdog import Hang, Straggler, Watchdog, find_straggler
 from steadfast.orchestration.heartbeat import Commands, Message, Silence
 from steadfast.run import events
 from steadfast.run.events import Event
@@ -19,7 +20,8 @@ from steadfast.world.progress import ProgressReport
 from steadfast.world.timeouts import Timeouts
 
 _PATIENCE_S = 10.0  # time without enough workers, after which the run reports the shortage
-_STRAGGLERS_S = 60.0  # time between two searches for a straggler
+_STRAGGLERS_S = 20.0  # time between two searches for a straggler
+_STRAGGLER_AGAIN_S = 60.0  # least time between two events about stragglers
 _STACKS_S = 0.5  # time for the stacks of a hung world to arrive
 
 
@@ -116,17 +118,19 @@ class Supervisor:
         self._silent: set[str] = set()  # workers whose silence was reported
         self._aborted = (0, 0.0)  # the last attempt that was aborted for a hang, and the hang's duration at that time
         self._hung: Counter[tuple[str, int]] = Counter()  # workers ended, by the phase and step of their hang
-        self._progress: dict[str, ProgressReport] = {}  # newest report of each worker
+        self.progress: dict[str, ProgressReport] = {}  # newest report of each worker
         self._stretches: dict[str, float] = {}  # factor for time limits, from the lateness of each worker's heartbeats
         self._compared: dict[str, ProgressReport] = {}  # reports at the last search for stragglers
         self._compared_s = 0.0
+        self._slow: Straggler | None = None  # straggler that the last search found
+        self._told_straggler_s = -math.inf  # time of the last event about a straggler
         self._rank_times = RankTimes()
 
     def heard(self, name: str, message: Message) -> None:
         """Record a message from a worker's heartbeat connection."""
         self._silent.discard(name)
         if "progress" in message:
-            self._progress[name] = ProgressReport(**message["progress"])
+            self.progress[name] = ProgressReport(**message["progress"])
         if "stretch" in message:
             self._stretches[name] = float(message["stretch"])
 
@@ -139,7 +143,7 @@ class Supervisor:
 
         The reports are old, and the workers get time to send new ones.
         """
-        self._progress.clear()
+        self.progress.clear()
         self._patient_until_s = now_s + self._timeouts.silence_s
 
     def patience(self, name: str, silence: Silence, world: Collection[str]) -> float:
@@ -165,6 +169,8 @@ class Supervisor:
             self._silent.add(name)
             silent_s = round(silence.seconds, 1)
             silent = events.Silent(member=name, seconds=silent_s, answers=silence.answers, ends_s=round(limit_s, 1))
+            if name in self.progress:
+                silent = silent.model_copy(update={"rank": self.progress[name].rank})
             yield Record(silent.of_attempt(attempt))
 
     def check_drains(self, nodes: Mapping[str, float], members: Mapping[str, str]) -> Iterator[Decision]:
@@ -200,12 +206,20 @@ class Supervisor:
         if hang := self._watchdog.look(reports):
             yield from self._follow_hang(hang, reports, now)
         if now.now_s - self._compared_s > _STRAGGLERS_S:
-            if found := find_straggler(self._compared, reports):
-                yield Record(events.Straggler(**vars(found)))
-            self._compared = reports
-            self._compared_s = now.now_s
+            yield from self._look_for_straggler(reports, now.now_s)
         if times := self._rank_times.look(reports, now.now_s):
             yield Record(times)
+
+    def _look_for_straggler(self, reports: dict[str, ProgressReport], now_s: float) -> Iterator[Decision]:
+        found = find_straggler(self._compared, reports)
+        # Other load on a machine may slow one worker for some seconds, so two searches have to find the same worker.
+        lasts = found is not None and self._slow is not None and found.member == self._slow.member
+        if found is not None and lasts and now_s - self._told_straggler_s >= _STRAGGLER_AGAIN_S:
+            self._told_straggler_s = now_s
+            yield Record(events.Straggler(**vars(found)))
+        self._slow = found
+        self._compared = reports
+        self._compared_s = now_s
 
     def _reports(self, now: Situation) -> dict[str, ProgressReport]:
         """Return the newest progress report of each member of the world.
@@ -214,7 +228,7 @@ class Supervisor:
         """
         reports: dict[str, ProgressReport] = {}
         for name in now.world:
-            progress = self._progress.get(name)
+            progress = self.progress.get(name)
             if progress is None or progress.attempt != now.attempt:
                 return {}
             reports[name] = progress

@@ -14,7 +14,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from steadfast.config import Config, RecoveryConfig
-from steadfast.errors import SteadfastError, TrainingError, UsageError
+from steadfast.errors import SteadfastError, TrainingError, UsageError, shortened
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.backend import RuntimeConfig, SlotConfig
 from steadfast.orchestration.coordinator import Coordinator
@@ -26,12 +26,13 @@ from steadfast.orchestration.internals.slots import (
     slot_controller,
 )
 from steadfast.orchestration.membership import Membership
+from steadfast.orchestration.objects import Objects
 from steadfast.orchestration.policies import Budgets
 from steadfast.orchestration.reach import answers
 from steadfast.orchestration.restart import RestartCoordinator, RestartRuntime
 from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec, train_loop
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import AttemptStarted, Failure, Finished, ProcessRestarted, Scale
+from steadfast.run.events import AttemptStarted, Failure, Finished, Notice, ProcessRestarted, Scale
 from steadfast.run.interrupts import EXIT_STOPPED, Interrupts
 from steadfast.run.owner import Ownership
 from steadfast.storage import arrow_filesystem
@@ -125,7 +126,7 @@ def head_host() -> str:
 
 
 def build_trainer(
-    mode: RecoveryMode, config: Config, directory: RunDirectory, coordinator: Any, gpus: int
+    mode: RecoveryMode, config: Config, directory: RunDirectory, coordinator: Any, gpus: int, objects: Objects
 ) -> TorchTrainer:
     """Return the run's trainer, with `gpus` GPUs for each worker."""
     scaling = config.scaling
@@ -136,7 +137,7 @@ def build_trainer(
     resources = {"CPU": scaling.cpus_per_worker}
     if gpus:
         resources["GPU"] = gpus
-    spec = WorkerSpec(config, directory, coordinator, head_host(), Path.cwd())
+    spec = WorkerSpec(config, directory, coordinator, head_host(), Path.cwd(), objects)
     # Ray would restore its own list of checkpoints from this file. A run resumes from its manifests alone.
     directory.store.delete("checkpoint_manager_snapshot.json")
     return mode.trainer(
@@ -209,7 +210,9 @@ class Fit:
     _answered_s: float = 0.0  # time of the last answer of the cluster's GCS
     _saving_until_s: float | None = None  # end of the time in which workers save, after a part of Ray has died
     _num_workers: tuple[int, int] | None = None  # bounds that `steadfast scale` has set
+    _stop_reason: str = ""  # reason of a stop that is not published yet
     _trains: bool = False  # whether the workers have restored a state and finished a step
+    _thread: threading.Thread | None = None  # thread of the newest trainer
     _error: BaseException | None = None  # error of Ray
     _fatal: Failure | None = None  # fatal failure of a worker or the coordinator
     _summary: Mapping[str, Any] | None = None
@@ -247,6 +250,18 @@ class Fit:
             raise TrainingError("the workers ended without a result; -v shows Ray's own messages")
         return EXIT_STOPPED
 
+    def end(self) -> None:
+        """End the actors of the run, for a process and a Ray that go on."""
+        # The name of the coordinator must be free for the next call, and the coordinator would renew the claim on the
+        # run. Without a coordinator workers end, and so does Ray's controller, if the run has not ended yet.
+        ray.kill(self.coordinator)
+        ask = self.coordinator.heartbeat_port.options(max_task_retries=0)
+        with contextlib.suppress(ray.exceptions.RayError):
+            while True:
+                ray.get(ask.remote(), timeout=_CLOSE_S)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
     @property
     def _stopping(self) -> bool:
         # With `only_saves` the stop waits for the first step. Workers that receive a stop before they are in a world
@@ -256,7 +271,7 @@ class Fit:
     def _fit(self) -> None:
         """Run a new trainer until the trainer or its controller ends. Raises RayDied."""
         # The trainer runs in another thread, because this thread handles signals and shows events.
-        thread = threading.Thread(target=self._run_trainer, daemon=True, name="fit")
+        self._thread = thread = threading.Thread(target=self._run_trainer, daemon=True, name="fit")
         thread.start()
         while thread.is_alive():
             self._show_events()
@@ -312,17 +327,24 @@ class Fit:
     def _explained(self, failure: Failure) -> SteadfastError:
         if failure.kind != FailureKind.OURS:
             # The failure has no traceback if a budget was exceeded or the workers could not communicate.
-            return TrainingError(failure.traceback or failure.error)
+            told = failure.traceback or failure.error
+            if not self.console.verbose:
+                told = shortened(told)
+            return TrainingError(told)
         # Before the first step such an error means bad input, which is a usage error. Later the training has failed.
         if self.directory.last_step():
             return TrainingError(failure.error)
         return UsageError(failure.error)
 
-    def _say_stopping(self) -> None:
+    def _say_stopping(self, reason: str) -> None:
         self.console.line("stopping after this step; Ctrl-C again to stop at once")
+        self._stop_reason = reason
 
     def _show_events(self) -> None:
         # While Ray restarts the coordinator, this call stays pending. So the pending call is kept instead of a new one.
+        if self._stop_reason:  # published here, because a signal handler may interrupt another call of Ray
+            self.coordinator.publish.remote(Notice(text=f"{self._stop_reason}: the run stops after this step"))
+            self._stop_reason = ""
         stop = self._stopping or self._saving_until_s is not None
         asked = self._asked or self.coordinator.events.remote(self._num_shown, stop)
         answered, _ = ray.wait([asked], timeout=_POLL_S)

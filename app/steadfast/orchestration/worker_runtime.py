@@ -3,7 +3,6 @@
 import os
 import socket
 import threading
-import traceback
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from steadfast.balance.shares import LABEL
 from steadfast.config import Config
+from steadfast.errors import as_exception, traceback_of
 from steadfast.guards.corruption import Corrupted
 from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.guards.numerics import BadStep
@@ -22,9 +22,11 @@ from steadfast.liveness.flight_recorder import FlightRecorder
 from steadfast.orchestration.heartbeat import Access, Commands, HeartbeatClient, Message
 from steadfast.orchestration.internals.slots import report
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.objects import Objects
 from steadfast.orchestration.packages import install_packages
+from steadfast.orchestration.user_output import shown_output
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import Checkpoint, Event
+from steadfast.run.events import Checkpoint, Event, Output
 from steadfast.run.interrupts import unblock_sigterm
 from steadfast.world.device import assigned_device
 from steadfast.world.groups import PeerLost, WorldRank, prefer_interface_of, recover_in_process, serve_store
@@ -45,6 +47,7 @@ class WorkerSpec:
     coordinator: Any  # handle of the Coordinator actor
     coordinator_host: str
     folder: Path  # the command's working directory
+    objects: Objects  # objects that a program gave to `fit`, which `config` lacks until the worker loads them
 
 
 class RayRuntime:
@@ -64,7 +67,13 @@ class RayRuntime:
         self._timeouts = Timeouts(spec.config.recovery.silence_s)
         # A phase may take at least `step_s`, which must not outlast a shorter `hang_limit_s`.
         self._progress = Progress(Limits(min(Limits.step_s, spec.config.recovery.hang_limit_s)))
-        self._member = Member(uuid.uuid4().hex[:8], here.current_actor, here.get_node_id())
+        self._member = Member(
+            uuid.uuid4().hex[:8],
+            here.current_actor,
+            here.get_node_id(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
         self._commands = Commands()
         self._attempt = 0
         self._place: WorldAssignment | None = None  # last assignment
@@ -117,6 +126,11 @@ class RayRuntime:
         publish.remote(event)
         if isinstance(event, Checkpoint):
             report(event.path, {"step": event.step})
+
+    def show_output(self, lines: list[str]) -> None:
+        """Show lines that user code has written on the command's console."""
+        rank = None if self._place is None else self._place.rank
+        self.publish(Output(member=self._member.name, rank=rank, lines=tuple(lines)))
 
     def failed(self, step: int, error: BaseException) -> bool:
         """Report why the attempt broke after `step`. Return whether this worker goes on.
@@ -192,8 +206,7 @@ class RayRuntime:
         # Returns the kind of the failure, and whether the run is over.
         kind = failure_kind(error, has_peers=self._attempt > 0)
         message = str(error) if kind is FailureKind.OURS else f"{type(error).__name__}: {error}"
-        lines = "".join(traceback.format_exception(error))
-        failure = FailureReport(kind, self._attempt, step, message, lines)
+        failure = FailureReport(kind, self._attempt, step, message, traceback_of(as_exception(error)))
         if isinstance(error, BadStep):
             failure = replace(failure, skip=error.steps)
         elif isinstance(error, OutOfMemory):
@@ -235,12 +248,13 @@ def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
 
     unblock_sigterm()  # Ray has started this thread, and may have blocked the signal
     runtime = runtime_class(spec)
-    try:
-        _settle(spec)
-    except Exception as error:
-        runtime.failed(0, error)  # ends the run, or this worker alone
-    else:
-        work(spec.config, runtime, spec.directory)
+    with shown_output(runtime.show_output):
+        try:
+            _settle(spec)
+        except Exception as error:
+            runtime.failed(0, error)  # ends the run, or this worker alone
+        else:
+            work(spec.config, runtime, spec.directory)
     runtime.close()
     return runtime.leave_reason.value
 
@@ -257,3 +271,4 @@ def _settle(spec: WorkerSpec) -> None:
     if spec.folder.is_dir():  # so that relative paths mean the user's files, if this node has them
         os.chdir(spec.folder)
     spec.directory.check_shared()
+    spec.objects.give_to(spec.config)

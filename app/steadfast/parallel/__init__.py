@@ -8,21 +8,24 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadfast.config import DdpConfig, ParallelConfig
+from steadfast.data.batches import Batch
 from steadfast.errors import UsageError
 from steadfast.parallel.buckets import GradientBuckets
 from steadfast.parallel.data_parallel import DataParallelism
 from steadfast.parallel.ddp import TorchDistributedDataParallelism
+from steadfast.parallel.pipeline import PipelineParallelism
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
+from steadfast.tasks import Sums
 from steadfast.world.runtime import World
 
 
 class Parallel(Protocol):
-    """Interface of a data parallel strategy."""
+    """Interface of a parallel strategy."""
 
     survivors_hold_all: ClassVar[bool]  # see `ParallelSection`
     # Factor that cancels a mean of the strategy over ranks, because gradients are sums here.
@@ -47,12 +50,28 @@ class Parallel(Protocol):
         """Allow a task to call these methods of the wrapped model."""
         ...
 
+    def loss(self, task: Any, model: nn.Module, batch: Batch) -> Sums:
+        """Return the task's loss of a batch, or of nothing on a rank that holds another stage."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of the last loss, which was scaled, within `synchronize`."""
+        ...
+
     def synchronize(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Return the context of a microbatch, whose gradients are summed if `last`."""
         ...
 
     def store_gradients(self) -> None:
         """Store the sum over ranks in the parameters' gradients, after a wait."""
+        ...
+
+    def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
+        """Return the norms of the whole model's gradients, sharded as the gradients are.
+
+        Args:
+            norms: norm of this rank's part of each gradient.
+        """
         ...
 
     def detach_unused(self) -> None:
@@ -98,6 +117,7 @@ _STRATEGIES: dict[str, Callable[[], type[Parallel]]] = {
     "ddp": lambda: ReplicatedParallelism,
     "fsdp": _fully_sharded,
     "data_parallel": lambda: DataParallelism,
+    "pipeline": lambda: PipelineParallelism,
 }
 
 
@@ -121,5 +141,5 @@ def arrange(world: World, config: ParallelConfig) -> World:
     """
     replica_size = config.replica_size(world.size)
     if world.size % replica_size:
-        raise UsageError(f"parallel.shard_size={replica_size}: {world.size} workers do not make whole replicas")
-    return replace(world, replica_size=replica_size)
+        raise UsageError(f"{config.replica_key}={replica_size}: {world.size} workers do not make whole replicas")
+    return replace(world, replica_size=replica_size, stages=config.num_stages)

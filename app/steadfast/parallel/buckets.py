@@ -222,9 +222,9 @@ class GradientBuckets:
         self._reduction.store(self._buckets)
 
     def detach_unused(self) -> None:
-        """Remove the gradients of parameters that no rank has used, until `clear`.
+        """Set `grad` to None for parameters that no rank has used, until `clear`.
 
-        Call it after the gate.
+        Call it after `Groups.gate`, when the flags of all ranks are summed.
         """
         for bucket in self._buckets:
             bucket.detach_unused()

@@ -21,11 +21,10 @@ class DataParallelism(ReplicatedParallelism):
         if world.size > 1:
             raise UsageError(f"parallel.kind=data_parallel is one process, and there are {world.size}: use ddp")
         super().__init__(DdpConfig(), world, precision)
-        self._device = precision.device
 
     def wrap(self, model: nn.Module) -> nn.Module:
         wrapped = super().wrap(model)
-        return nn.DataParallel(wrapped) if self._device.type == "cuda" else wrapped
+        return nn.DataParallel(wrapped) if self._precision.device.type == "cuda" else wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         if isinstance(model, nn.DataParallel):

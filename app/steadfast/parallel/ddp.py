@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from steadfast.config import DdpConfig
+from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError
 from steadfast.parallel.precision import Precision
+from steadfast.tasks import Sums
 from steadfast.world.runtime import World
 
 
@@ -43,14 +45,14 @@ class TorchDistributedDataParallelism:
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config
         self._group = world.groups.communicator.group
-        self._device = precision.device
+        self._precision = precision
         # The reducer divides by the number of replicas, and scaling the loss cancels that for free. A communication
         # hook that only sums would run Python code for every bucket.
         self.loss_scale = float(world.replicate)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         # Torch demands None for a module on the CPU.
-        device_ids = [self._device] if self._device.type == "cuda" else None
+        device_ids = [self._precision.device] if self._precision.device.type == "cuda" else None
         return _Transparent(
             model,
             device_ids=device_ids,
@@ -67,6 +69,13 @@ class TorchDistributedDataParallelism:
             # leader's.
             forward_sync_buffers=False,
         )
+
+    def loss(self, task: Any, model: nn.Module, batch: Batch) -> Sums:
+        sums: Sums = task.loss(model, batch)
+        return sums
+
+    def backward(self, loss: Tensor) -> None:
+        self._precision.backward(loss)
 
     @contextmanager
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
@@ -88,6 +97,9 @@ class TorchDistributedDataParallelism:
 
     def store_gradients(self) -> None:
         return
+
+    def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
+        return norms
 
     def detach_unused(self) -> None:
         return

@@ -352,7 +352,7 @@ def allocate(
 
     def memory_of(tensor: Tensor) -> Tensor:
         if tensor in given:
-            return on_mesh_of(given[tensor], tensor)
+            return on_mesh_of(given[tensor], tensor) if is_sharded(tensor) else given[tensor]
         # CPU offload keeps only sharded parameters in host memory: a forward uses buffers on the device.
         if offloads and is_sharded(tensor):
             return torch.empty_like(tensor, device="cpu")

@@ -31,16 +31,17 @@ def unsharded(tensor: Tensor) -> Tensor:
     return whole
 
 
-def norms_of_parts(norms: Tensor, like: Tensor) -> Tensor:
+def norms_of_parts(norms: Tensor, like: Sequence[Tensor]) -> Tensor:
     """Return the norms of DTensors as an unsummed DTensor.
 
     Args:
         norms: norms of this rank's parts, one per DTensor.
-        like: one of the DTensors, which are all sharded alike.
+        like: the DTensors, all sharded alike.
     """
     from torch.distributed.tensor import DTensor
 
-    of_one = torch.linalg.vector_norm(like)  # its placements say how norms of parts combine
+    # Its placements say how norms of parts combine. The norm of the smallest tensor costs least.
+    of_one = torch.linalg.vector_norm(min(like, key=Tensor.numel))
     assert isinstance(of_one, DTensor)
     return within_reach(_spread(norms, of_one.device_mesh, of_one.placements, norms))
 

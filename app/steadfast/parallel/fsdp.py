@@ -7,7 +7,7 @@ gradients are then summed over replicas (HSDP).
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +20,25 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim import Optimizer
 
 from steadfast.config import FsdpConfig
+from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError
 from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
 from steadfast.parallel.buckets import weak_hook
-from steadfast.parallel.dtensor import is_sharded, local
+from steadfast.parallel.dtensor import is_sharded, local, norms_of_parts
 from steadfast.parallel.precision import Precision
+from steadfast.tasks import Sums
 from steadfast.world.runtime import World
 
 _PRIME = 1_000_003  # modulus of the hash of an order of units; a sum over a million ranks can hold its square
+# Share of the room beside a step's peak that the gathered model may take. The rest is for longer samples and for what a
+# step does not need, such as a validation's metrics.
+_USED_SHARE = 0.8
+# From torch 2.15 on, all backwards of a step accumulate in the dtype of the reduction, and the attribute cannot be set.
+_ONE_DTYPE = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,21 +54,20 @@ class FullyShardedDataParallelism:
         self._world = world
         self._precision = precision
         self.offloads = config.cpu_offload
+        self._policy = self._formats()
+        self._resharding = _Resharding(config.reshard_after_forward, world, precision.device, self._policy.param_dtype)
         self._usage: _Usage
         self._accumulates_apart: bool  # gradients of several backwards have another dtype than those of one
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
-        policy = self._formats()
+        policy = self._policy
         self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
         offload = self._offload()
-        reshard: bool | None = False
-        if self._config.reshard_after_forward:
-            # None keeps the root's own parameters until its backward, which follows at once.
-            reshard = None
         # Inner units first: the remaining parameters, of the embeddings and the head, become the root's own group.
         for unit in [*self._units(model), model]:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+            # None keeps the root's own parameters until its backward, which follows at once.
+            fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=None)
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # in the forward's order
         for module in sharded:
             # A plain sum: the step divides once, by the global count. Gloo has no averaging reduction anyway.
@@ -80,7 +87,8 @@ class FullyShardedDataParallelism:
         name = f"attempt-{world.attempt}"
         if world.replicate == 1:
             return DeviceMesh.from_group(world.groups.communicator.group, device.type, mesh_dim_names=(name,))
-        across, within = world.groups.split(world.replica_size, device)
+        (across,) = world.groups.add_axis(world.lines("replicate"))
+        (within,) = world.groups.add_axis(world.lines("shard"))
         ranks = torch.arange(world.size).view(world.replicate, world.replica_size)
         names = (f"{name}-replicas", name)
         return DeviceMesh.from_group([across.group, within.group], device.type, ranks, mesh_dim_names=names)
@@ -116,6 +124,13 @@ class FullyShardedDataParallelism:
             # A backward runs the units in the opposite order.
             unit.set_modules_to_backward_prefetch([*units[max(0, number - num) : number][::-1]])
 
+    def loss(self, task: Any, model: nn.Module, batch: Batch) -> Sums:
+        sums: Sums = task.loss(model, batch)
+        return sums
+
+    def backward(self, loss: Tensor) -> None:
+        self._precision.backward(loss)
+
     @contextmanager
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
@@ -124,13 +139,18 @@ class FullyShardedDataParallelism:
         model.set_requires_gradient_sync(last or self._config.reduce_every_microbatch)
         # The sum over replicas waits for the last microbatch, because replicas need not run as many microbatches.
         model.set_requires_all_reduce(last)
+        if not self._resharding.after_forward:
+            model.set_reshard_after_forward(False)
+            # What the forward leaves gathered serves the next microbatch too, and the peak stays that of a forward's
+            # end. After the last microbatch the weights change.
+            model.set_reshard_after_backward(last)
         if last:
             self._usage.fill()
         elif self._accumulates_apart:
             self._gather_each_once(model)
         yield
         if last:
-            self._usage.send()
+            self._usage.send(lacks_room=self._resharding.lacks_room(model))
 
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         """Let further methods of the model gather its parameters."""
@@ -140,7 +160,7 @@ class FullyShardedDataParallelism:
             register_fsdp_forward_method(model, name)
 
     def _gather_each_once(self, model: nn.Module) -> None:
-        """Gather all units in turn, before the first backward without a sum.
+        """Gather and reshard each unit once, before a backward without a sum over ranks.
 
         A collective.
         """
@@ -154,8 +174,12 @@ class FullyShardedDataParallelism:
     def store_gradients(self) -> None:
         return
 
+    def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
+        return norms_of_parts(norms, gradients)
+
     def detach_unused(self) -> None:
-        self._usage.detach_unused()
+        num_without_room = self._usage.detach_unused()
+        self._resharding.end_step(num_without_room)
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -178,6 +202,53 @@ class FullyShardedDataParallelism:
 
     def writes(self, world: World) -> bool:
         return world.in_first_replica
+
+
+class _Resharding:
+    """Policy that decides how long parameters stay gathered.
+
+    `auto` begins with a reshard after each forward. Each rank measures the peak of the second step, because the first
+    one has no optimizer state yet. If all ranks have room for the whole gathered model beside that peak, parameters
+    stay gathered for a step from then on.
+
+    Attributes:
+        after_forward: whether parameters are freed after each forward now, rather than at the end of a step.
+    """
+
+    def __init__(
+        self, configured: bool | Literal["auto"], world: World, device: torch.device, param_dtype: torch.dtype | None
+    ) -> None:
+        self.after_forward = configured is not False
+        self._device = device
+        self._param_dtype = param_dtype  # of gathered parameters, None for their own
+        # Where a forward has run out of memory, the room of one step says little about the next one.
+        has_run_out = world.amendments.forward_size is not None
+        self._measures = configured == "auto" and device.type == "cuda" and not has_run_out
+        self._num_steps = 0
+
+    def lacks_room(self, model: nn.Module) -> bool:
+        """Return whether the whole gathered model does not fit beside the peak of this step."""
+        if not self._measures:
+            return True
+        # The number of elements of a DTensor is that of the whole tensor.
+        needed = sum(param.numel() * (self._param_dtype or param.dtype).itemsize for param in model.parameters())
+        free, _ = torch.cuda.mem_get_info(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        # Memory that the allocator has reserved beyond the peak is free too.
+        room = free + torch.cuda.memory_reserved(self._device) - peak
+        return needed > _USED_SHARE * room
+
+    def end_step(self, num_without_room: int) -> None:
+        """End a step; every rank gives the same number of ranks without room."""
+        if not self._measures:
+            return
+        self._num_steps += 1
+        if self._num_steps == 1:
+            # The restore of a state and the attempts before may have needed more than a step needs.
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._measures = False
+        self.after_forward = num_without_room > 0
 
 
 class _Usage:
@@ -218,7 +289,7 @@ class _Usage:
         backward reaches would have a gradient in its own dtype, but the reduction of a unit needs one dtype. Units
         without accumulated gradients stay as they are.
         """
-        if not self._used or len(self._used) == len(self._places):
+        if _ONE_DTYPE or not self._used or len(self._used) == len(self._places):
             return
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
@@ -228,8 +299,8 @@ class _Usage:
                             zeros = torch.zeros_like(each.unsharded_param, dtype=each.reduce_dtype)
                             each.unsharded_accumulated_grad = zeros
 
-    def send(self) -> None:
-        """Start to sum usage flags and orders of units over all ranks.
+    def send(self, lacks_room: bool) -> None:
+        """Start to sum usage flags, orders of units and `lacks_room` over all ranks.
 
         Call this method after the last backward of a step.
         """
@@ -241,17 +312,20 @@ class _Usage:
         replica = self._world.rank // self._world.replica_size
         stop = len(numbers) - 2 * (self._world.replicate - replica - 1)
         numbers[stop - 2 : stop] = self._order, self._order**2
+        numbers.append(int(lacks_room))
         self._sums = torch.tensor(numbers).to(self._device, non_blocking=True)  # the host need not wait for the device
         self._world.groups.communicator.sum(self._sums)
 
-    def detach_unused(self) -> None:
+    def detach_unused(self) -> int:
         """Remove the gradients of parameters that no rank has used.
+
+        Returns the number of ranks that lack room.
 
         Raises:
             TrainingError: ranks of one replica have run different units, or the task calls an undeclared method.
         """
         params = list(self._model.parameters())
-        numbers = self._sums.tolist()
+        *numbers, num_without_room = self._sums.tolist()
         orders = numbers[len(params) :]
         for order, square in zip(orders[::2], orders[1::2], strict=True):
             # By the inequality of Cauchy and Schwarz both sides are equal if and only if all hashes are equal.
@@ -271,6 +345,7 @@ class _Usage:
                     'attribute of the task, model_methods = ["..."]'
                 )
             param.grad = None
+        return int(num_without_room)
 
     def noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that also records its use of parameters."""

@@ -16,6 +16,8 @@ from steadfast.config import LossScaleConfig, PrecisionConfig
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.world.device import Gpu
 
+_KINDS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 class Scaling(Protocol):
     """Factor that adapts to the range of gradients.
@@ -102,6 +104,11 @@ class Precision:
     @property
     def compute_dtype(self) -> torch.dtype:
         return self.autocast_dtype or self.param_dtype
+
+    @property
+    def kind(self) -> str:
+        """Return the name of `compute_dtype` in the configuration."""
+        return _KINDS[self.compute_dtype]
 
     @property
     def lag_steps(self) -> int:

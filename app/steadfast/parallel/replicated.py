@@ -5,15 +5,17 @@ Every worker holds the whole model.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steadfast.config import DdpConfig
+from steadfast.data.batches import Batch
 from steadfast.parallel.buckets import GradientBuckets
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.parallel.precision import Precision
+from steadfast.tasks import Sums
 from steadfast.world.runtime import World
 
 
@@ -27,6 +29,7 @@ class ReplicatedParallelism:
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
         self._config = config
         self._world = world
+        self._precision = precision
         self._fixed_point = precision.scaling if isinstance(precision.scaling, FixedPoint) else None
         self._buckets: GradientBuckets
 
@@ -40,6 +43,13 @@ class ReplicatedParallelism:
         self._buckets.begin(self._world.groups.communicator)
         return model
 
+    def loss(self, task: Any, model: nn.Module, batch: Batch) -> Sums:
+        sums: Sums = task.loss(model, batch)
+        return sums
+
+    def backward(self, loss: Tensor) -> None:
+        self._precision.backward(loss)
+
     @contextmanager
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         self._buckets.expect(last)
@@ -52,6 +62,9 @@ class ReplicatedParallelism:
 
     def store_gradients(self) -> None:
         self._buckets.store()
+
+    def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
+        return norms
 
     def detach_unused(self) -> None:
         self._buckets.detach_unused()

@@ -13,7 +13,8 @@ from steadfast.config import BatchConfig, Config, decoded, dump_config, parse_co
 from steadfast.errors import StorageError, UsageError
 from steadfast.plan import Amendments, End
 from steadfast.run.events import Event, ForwardsShrunk, Rollback, ShortStep, parse_event
-from steadfast.run.owner import read_owner
+from steadfast.run.owner import delete_claim, read_owner
+from steadfast.run.watching import WATCHED, WORKERS
 from steadfast.storage import Store, join, open_store
 from steadfast.storage.documents import read_document, read_json, write_json
 from steadfast.storage.jsonl import is_count, is_moment, last_lines, open_stream, read_lines
@@ -27,11 +28,25 @@ STACKS = "stacks"  # folder of the workers' stacks
 _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
-_SCALE = "scale.json"
+_REQUEST = "request.json"
 _MICROBATCH = "microbatch.json"
 _PROBE = ".writable"
 _CURVES = "tensorboard"
+_FILES = (
+    _CONFIG,
+    _SUMMARY,
+    _REQUEST,
+    _MICROBATCH,
+    EVENTS,
+    STEPS,
+    METRICS,
+    REPORT,
+    _ENVIRONMENT,
+    WATCHED,
+    WORKERS,
+)
 _FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb")
+_OF_RAY = (".validate_storage_marker", "checkpoint_manager_snapshot.json")  # files that Ray Train writes
 _SHARED = Path("/mnt/shared")  # folder that all nodes of a cluster share
 # The limit exceeds the length of every ledger line, which grows with the world. A line whose beginning is cut off
 # cannot be parsed.
@@ -66,13 +81,31 @@ class EventWriter:
         self._stream = open_stream(store, EVENTS)
 
     def write(self, event: Event) -> None:
-        """Write an event, unless its kind is only shown."""
+        """Write an event if its class sets `kept`; other events are only shown."""
         if event.kept:
             self._stream.write([event.stamped().to_line()])
 
     def close(self) -> None:
         """Wait until all events are written, or until storage refuses another attempt."""
         self._stream.close()
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """Request for other bounds of the number of workers."""
+
+    smallest: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class KillRequest:
+    """Request to kill the worker of a rank."""
+
+    rank: int
+
+
+Request = ScaleRequest | KillRequest
 
 
 @dataclass(frozen=True)
@@ -267,18 +300,31 @@ class RunDirectory:
 
         The command that owns the run reads the request.
         """
-        write_json(self.store, _SCALE, {"num_workers": [smallest, largest]})
+        write_json(self.store, _REQUEST, {"num_workers": [smallest, largest]})
 
-    def pop_scale_request(self) -> tuple[int, int] | None:
-        """Return and delete the request for other bounds."""
-        request = read_json(self.store, _SCALE)
+    def request_kill(self, rank: int) -> None:
+        """Write a request to kill the worker of a rank.
+
+        The command that owns the run reads the request.
+        """
+        write_json(self.store, _REQUEST, {"kill": rank})
+
+    def has_request(self) -> bool:
+        """Return whether a request waits for the command."""
+        return read_json(self.store, _REQUEST) is not None
+
+    def pop_request(self) -> Request | None:
+        """Return and delete the request of a user."""
+        request = read_json(self.store, _REQUEST)
         if request is None:
             return None
         # An invalid request is deleted too, so that it is read only once.
-        self.store.delete(_SCALE)
+        self.store.delete(_REQUEST)
         match request:
             case {"num_workers": [int(smallest), int(largest)]} if 1 <= smallest <= largest:
-                return smallest, largest
+                return ScaleRequest(smallest, largest)
+            case {"kill": int(rank)} if rank >= 0:
+                return KillRequest(rank)
         return None
 
     def stored_config(self) -> Config | None:
@@ -309,8 +355,28 @@ class RunDirectory:
     def clear(self) -> None:
         """Delete the files of a run, except its owner's claim."""
         # Files are deleted by name, because the folder may also hold files of the user.
-        for name in (_CONFIG, _SUMMARY, _SCALE, _MICROBATCH, EVENTS, STEPS, METRICS, REPORT, _ENVIRONMENT, *_FOLDERS):
+        for name in (*_FILES, *_FOLDERS):
             self.store.delete(name)
+
+    def delete(self) -> list[str]:
+        """Delete all files of the run, and its folder.
+
+        The run must be claimed by this command. Files that no run writes are kept, and so is the folder with them.
+        Returns their names. Raises OSError.
+        """
+        self.clear()
+        for name in (*_OF_RAY, _PROBE):
+            self.store.delete(name)
+        # A command that was killed during a commit has left a temporary file.
+        temporary = tuple(f".{name}." for name in (*_FILES, "owner"))
+        for name in self.store.list(""):
+            if name.startswith(temporary):
+                self.store.delete(name)
+        delete_claim(self.store)
+        kept = self.store.list("")
+        if not kept:
+            self.store.delete("")
+        return kept
 
 
 @contextmanager
@@ -344,4 +410,5 @@ def find_run(name: str, storage: str = "runs") -> RunDirectory:
                 return directory
         except OSError as error:
             raise UsageError(f"{place} cannot be read: {error.strerror or error}") from error
-    raise UsageError(f"no run at {' or '.join(dict.fromkeys((places[0], places[-1])))}")
+    tried = " or ".join(dict.fromkeys((places[0], places[-1])))
+    raise UsageError(f"no run at {tried}; of a run with another run.storage give the path, or --storage FOLDER")

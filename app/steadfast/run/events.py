@@ -14,7 +14,9 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from steadfast.storage.jsonl import is_moment
-from steadfast.units import compact, duration, in_ranges, in_words, joined, node_name, number, plural, size
+from steadfast.units import clock, compact, duration, in_ranges, in_words, joined, node_name, number, plural, size
+
+CONNECTION_CLOSED = "connection closed"  # error of a failure whose worker ended without a report
 
 
 class Event(BaseModel):
@@ -118,10 +120,12 @@ class ForwardsShrunk(Event):
     step: int  # step that ran out of memory
     forward_size: int  # most samples of a forward; a larger microbatch is split into parts
     error: str  # message of the out-of-memory error
+    rank: int | None = None  # rank that ran out of memory
 
     def line(self) -> str:
         line = f"out of memory in step {self.step}: from now on forwards have at most"
-        return f"{line} {plural(self.forward_size, 'sample')} | {self.error}"
+        where = "" if self.rank is None else f"rank {self.rank}: "
+        return f"{line} {plural(self.forward_size, 'sample')} | {where}{self.error}"
 
 
 class MicrobatchChosen(Event):
@@ -160,6 +164,13 @@ class AttemptStarted(Event):
     nodes: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] | None = None  # names of the GPUs by rank, if the ranks train on GPUs
     num_samples: int | None = None  # samples of the dataset, including held-out samples
+    run: str | None = None  # name of the run
+    precision: str | None = None  # kind of numbers in forward and backward: "fp32", "bf16", "fp16" or "fp64"
+    num_parameters: int | None = None  # parameters of the model, including frozen ones
+    # "resize", "failure" or "restart" (of the command), if another attempt has finished a step before this one
+    interruption: str | None = None
+    former_size: int | None = None  # number of workers of that attempt
+    lost_steps: int = 0  # finished steps that must be repeated
 
     @property
     def ready_in_s(self) -> float:
@@ -167,16 +178,48 @@ class AttemptStarted(Event):
         return self.detected_s + self.formed_s + self.built_s + self.restored_s + self.first_step_s
 
     def line(self) -> str:
+        stood_s = max(0.0, self.ready_in_s - (self.step_s or 0.0))  # the first step itself trains
+        match self.interruption:
+            case "resize":
+                cost = f" in {stood_s:.1f} s"
+                line = f"resized from {self.former_size} to {plural(self.world_size, 'worker')} at step {self.step}"
+                if self.former_size == self.world_size:
+                    line = f"workers replaced at step {self.step}"
+            case "failure":
+                cost = f" after {stood_s:.1f} s"
+                line = self._line_after_failure()
+            case _:
+                cost = f" | ready in {self.ready_in_s:.1f} s"
+                line = self._line_of_command()
+        if self.lost_steps:
+            line += f", {plural(self.lost_steps, 'finished step')} to repeat"
+        return line + cost
+
+    def _line_of_command(self) -> str:
+        """Return the line of a command's first attempt."""
+        devices = " and ".join(sorted(set(self.gpus or ("CPU",))))
+        parts = [f"{plural(self.world_size, 'worker')} on {devices}", self.precision or ""]
+        if self.num_parameters is not None:
+            parts.append(f"{compact(self.num_parameters)} parameters")
         origin = "from step 0"
         if self.step:
             origin = f"step {self.step} restored from {self.source}"
-        world = f"attempt {self.attempt}: {plural(self.world_size, 'worker')}, {origin}"
-        return f"{world} | ready in {self.ready_in_s:.1f} s"
+        return f"run {self.run or ''}".rstrip() + f": {', '.join(filter(None, [*parts, origin]))}"
+
+    def _line_after_failure(self) -> str:
+        workers = plural(self.world_size, "worker")
+        if self.former_size is not None and self.world_size < self.former_size:
+            workers = f"{self.world_size} of {plural(self.former_size, 'worker')}"
+        line = f"{workers} continue from step {self.step}"
+        # The state of a surviving rank is the normal case.
+        if not self.source.startswith("rank"):
+            line += f", restored from {self.source}"
+        return line
 
     def verbose_line(self) -> str:
         phases = f"detected {self.detected_s:.1f}, formed {self.formed_s:.1f}, built {self.built_s:.1f}"
         phases += f", restored {self.restored_s:.1f}, first_step {self.first_step_s:.1f}"
-        return f"{self.line()} | {phases}"
+        return f"attempt {self.attempt}: {self.line()} | {phases}"
 
 
 class ModelSharded(Event):
@@ -217,7 +260,8 @@ class GraphBreak(Event):
     reason: str  # torch's reason
 
     def line(self) -> str:
-        return f"a layer is compiled in parts, which is slower, because of {self.place}: {self.reason}"
+        where = f", because of {self.place}" if self.place else ""
+        return f"a layer is compiled in parts, which is slower{where}: {self.reason}"
 
 
 class Recompiled(Event):
@@ -233,6 +277,8 @@ class Recompiled(Event):
 
 class AttemptEnded(Event):
     """The set of workers changes or the run ends."""
+
+    detail = True
 
     # "finished", "stopped", "resized", "worker lost", "all workers lost", "communication failed", "corruption",
     # "exception" or the reason why a step was bad
@@ -261,15 +307,19 @@ class Log(Event):
     lr: float  # learning rate
     grad_norm: float  # norm of the gradient before clipping
     unit: str  # unit of `units_per_s`: "tok" or "samples"
-    memory_bytes: int  # peak memory of the leader, on its device or, without a device, of its process
+    memory_bytes: int  # peak memory of rank 0, on its device or, without a device, of its process
     world_size: int  # number of workers
     step_ms: float  # median duration of a step
-    data_wait: float = 0.0  # share of the steps' time in which the leader waited for data, 0 to 1
+    data_wait: float = 0.0  # share of the steps' time in which rank 0 waited for data, 0 to 1
     units_per_s: float  # tokens or samples per second, as `unit` says
     samples_per_s: float  # samples per second
     eta_s: float  # seconds until the end of the run
     # model FLOPs utilisation, 0 to 1: share of the peak of all GPUs in the dtype in use; absent if the peak is unknown
     mfu: float | None = None
+    # Rank 0's GPU at this step, if the package nvidia-ml-py is installed:
+    gpu_utilization: float | None = None  # share of the last moments in which a kernel ran, 0 to 1
+    gpu_memory_bytes: int | None = None  # memory in use by all processes
+    gpu_power_w: float | None = None  # power in watts
     metrics: Mapping[str, float] = {}  # metrics of the task, mean over the global batch
     at_risk: Mapping[str, int] = {}  # steps that a loss would cost now, with the fields of the event `at_risk`
 
@@ -282,20 +332,41 @@ class Log(Event):
 
     def line(self) -> str:
         rate = self.samples_per_s if self.unit == "samples" else self.units_per_s
+        width = len(str(self.total_steps))
         parts = [
-            f"step {self.step}/{self.total_steps} {100 * self.step // self.total_steps}%",
-            f"loss {number(self.loss)}",
-            in_words(self.metrics),
+            f"step {self.step:>{width}}/{self.total_steps}",
+            f"loss {number(self.loss):>5}",
+            *(f"{name} {number(value)}" for name, value in self.metrics.items()),
+            f"norm {self.grad_norm:>#5.3g}",
             # Python writes at least two digits of an exponent, but a learning rate needs only one.
             f"lr {self.lr:.1e}".replace("e-0", "e-"),
-            f"{self.step_ms:.0f} ms",
-            f"data wait {self.data_wait:.0%}",
-            f"{compact(rate)} {self.unit}/s",
+            f"{self.step_ms:>4.0f} ms",
+            f"{compact(rate):>5} {self.unit}/s",
         ]
         if self.mfu:
             parts.append(f"mfu {self.mfu:.1%}")
-        parts += [f"memory {size(self.memory_bytes)}", plural(self.world_size, "worker"), f"eta {duration(self.eta_s)}"]
-        return joined(parts)
+        parts += [plural(self.world_size, "worker"), f"eta {duration(self.eta_s)}"]
+        # The entry comes last, because it would move the columns after it.
+        if self.data_wait >= _WAITS_FOR_DATA:
+            parts.append(f"data wait {self.data_wait:.0%}")
+        return f"{clock(self.time_s)} {'  '.join(parts)}".lstrip()
+
+    def verbose_line(self) -> str:
+        return f"{self.line()}  memory {size(self.memory_bytes)}"
+
+
+class Output(Event):
+    """User code in a worker of Ray has written lines to stdout or stderr."""
+
+    kept = False
+
+    member: str  # name of the worker
+    rank: int | None = None  # rank of the worker, None before its first world
+    lines: tuple[str, ...]  # the lines, without line ends
+
+    def line(self) -> str:
+        worker = f"worker {self.member}" if self.rank is None else f"rank {self.rank}"
+        return "\n".join(f"[{worker}] {line}" for line in self.lines)
 
 
 class Profile(Event):
@@ -332,9 +403,11 @@ class Validation(Event):
 
     step: int  # last step before the validation
     metrics: Mapping[str, float]  # means over all held-out samples
+    best: bool | None = None  # true if no earlier validation of the run was as good; absent for the first validation
 
     def line(self) -> str:
-        return joined([f"validation at step {self.step}", in_words(self.metrics)])
+        best = "best so far" if self.best else ""
+        return joined([f"validation at step {self.step}", in_words(self.metrics), best])
 
     def figures(self) -> dict[str, float]:
         """Return the figures that trackers draw, by tag."""
@@ -343,6 +416,8 @@ class Validation(Event):
 
 class Restore(Event):
     """An attempt continues from an existing state."""
+
+    detail = True
 
     step: int  # step of the restored state
     source: str  # where the state was found: "rank 2", "snapshot" or "checkpoint"
@@ -413,12 +488,14 @@ class Snapshot(Event):
     Later snapshots cause no event.
     """
 
+    detail = True
+
     step: int  # step of the first snapshot
     stall_s: float  # seconds in which training waited for the copy
     bytes: int  # size of one worker's copy
 
     def line(self) -> str:
-        cost = f"{size(self.bytes)} per worker, {1e3 * self.stall_s:.0f} ms each"
+        cost = f"{size(self.bytes)} per worker; training waited {1e3 * self.stall_s:.0f} ms for the copy"
         return f"snapshots in node memory from step {self.step} on: {cost}"
 
 
@@ -427,6 +504,8 @@ class AtRisk(Event):
 
     The event comes once per attempt.
     """
+
+    detail = True
 
     step: int  # last finished step
     worker: int  # steps after the loss of one worker
@@ -458,9 +537,13 @@ class Failure(Event):
 
     error: str  # cause of the failure
     # "worker", "hang", "preemption", "exception", "oom", "communication" if live workers cannot reach each other,
-    # "corruption" if a worker computed wrongly, or "ours" for an error of this program that names its own remedy
+    # "corruption" if a worker computed wrongly, "peer" under torchrun if another rank is gone, or "ours" for an error
+    # of this program that names its own remedy
     kind: str | None = None
     member: str | None = None  # name of the worker
+    rank: int | None = None  # rank of the worker in its last world
+    pid: int | None = None  # process of the worker
+    host: str | None = None  # host name of the worker's machine
     node: str | None = None  # Ray's id of the machine
     step: int | None = None  # last finished step of the worker
     fatal: bool = False  # whether the failure ends the run
@@ -468,13 +551,40 @@ class Failure(Event):
     traceback: str | None = None  # traceback of the exception
 
     def line(self) -> str:
-        # No worker is named under torchrun, or if the run as a whole has failed.
-        if self.member is None:
+        # No worker is named if the run as a whole has failed. A rank of torchrun has no name.
+        if self.member is None and self.rank is None:
             return f"failure: {self.error}"
+        match self.kind:
+            case "worker" if self.error == CONNECTION_CLOSED:
+                # Only Ray's own process on that machine learns the exit status.
+                what = "has died: it was killed or has crashed"
+            case "worker":
+                what = f"is lost: {self.error}"
+            case "hang" | "corruption":
+                what = f"was ended: {self.error}"
+            case "preemption":
+                what = "is gone with its node"
+            case "exception":
+                what = f"raised {self.error}"
+            case "oom":
+                what = f"ran out of memory: {self.error}"
+            case "peer":
+                what = f"has lost another rank: {self.error}"
+            case "communication":
+                what = f"cannot reach the other workers: {self.error}"
+            case _:
+                what = f"failed: {self.error}"
+        return f"{self._worker()} {what}"
+
+    def _worker(self) -> str:
         worker = f"worker {self.member}"
+        if self.rank is not None:
+            worker = f"rank {self.rank}"
+        if self.pid is not None:
+            return f"{worker} (pid {self.pid} on {self.host})"
         if self.node is not None:
-            worker += f" on node {node_name(self.node)}"
-        return f"failure ({self.kind}) of {worker}: {self.error}"
+            return f"{worker} on node {node_name(self.node)}"
+        return worker
 
 
 class Preemption(Event):
@@ -485,9 +595,9 @@ class Preemption(Event):
     members: tuple[str, ...]  # names of the workers on the node
 
     def line(self) -> str:
-        when = "is about to go"
+        when = "is about to be taken away"
         if self.deadline_s and self.time_s is not None:
-            when = f"goes in {self.deadline_s - self.time_s:.0f} s"
+            when = f"will be taken away in {self.deadline_s - self.time_s:.0f} s"
         return f"node {node_name(self.node)} {when}: {plural(len(self.members), 'worker')} will leave it"
 
 
@@ -532,13 +642,17 @@ class Hang(Event):
     guess: str = "stuck"
     ends_s: float | None = None  # seconds in `phase` after which the attempt ends, by the current estimate
 
-    def line(self) -> str:
+    @property
+    def what(self) -> str:
+        """Return the ranks and their phase in words."""
         what = "slow" if self.guess == "slow" else "stuck"
-        line = f"{in_ranges('rank', self.ranks)} {what} in {self.phase} after step {self.step}"
-        line += f" for {self.seconds:.1f} s"
+        return f"{in_ranges('rank', self.ranks)} {what} in {self.phase}"
+
+    def line(self) -> str:
+        line = f"{self.what} after step {self.step} for {self.seconds:.1f} s"
         if self.ends_s is not None:
             # The guess "all wait" is shown as it is.
-            waiting = {"stuck": "the other ranks wait", "slow": "no rank waits for it"}.get(self.guess, self.guess)
+            waiting = {"stuck": "the other ranks wait", "slow": "no rank waits"}.get(self.guess, self.guess)
             line += f", {waiting}; the attempt ends after {self.ends_s:.0f} s"
         return f"{line}; stacks in {self.stacks}"
 
@@ -567,11 +681,13 @@ class Silent(Event):
     # threads
     answers: bool
     ends_s: float  # seconds of silence after which the worker is declared dead, by the current estimate
+    rank: int | None = None  # rank of the worker, None before its first world
 
     def line(self) -> str:
-        where = "its machine answers, its process does not" if self.answers else "nor does its machine answer"
-        line = f"no heartbeat from worker {self.member} for {self.seconds:.1f} s: {where}"
-        return f"{line}; declared dead after {self.ends_s:.0f} s"
+        where = "its machine answers, its process does not" if self.answers else "its machine does not answer"
+        worker = f"worker {self.member}" if self.rank is None else f"rank {self.rank}"
+        line = f"no heartbeat from {worker} for {self.seconds:.1f} s: {where}"
+        return f"{line}; the worker is declared dead after {self.ends_s:.0f} s"
 
 
 class Straggler(Event):
@@ -603,7 +719,7 @@ class RankTimes(Event):
     last: tuple[int, ...]  # by rank: number of comparisons, seconds apart, in which this rank was the slowest
 
     def line(self) -> str:
-        return f"ms that each rank itself needs for a step, up to step {self.step}: {_listed(self.own_ms)}"
+        return f"own time of each rank per step, up to step {self.step}: {_listed(self.own_ms)} ms"
 
 
 class Scale(Event):
@@ -616,7 +732,7 @@ class Scale(Event):
     after: tuple[int, int]  # new bounds
 
     def line(self) -> str:
-        return f"scaling.num_workers [{_listed(self.before)}] -> [{_listed(self.after)}]"
+        return f"scaling.num_workers (fewest, most): {_listed(self.before)} -> {_listed(self.after)}"
 
 
 class Waiting(Event):
@@ -633,14 +749,14 @@ class Waiting(Event):
 class LeftOver(Event):
     """Some workers wait until another replica is complete.
 
-    A replica has `parallel.shard_size` workers.
+    A replica has `parallel.shard_size` workers, or `parallel.stages` in a pipeline.
     """
 
     workers: int  # workers that wait
     unit: int  # workers of a replica
 
     def line(self) -> str:
-        return f"{self.workers} of the workers wait: a replica needs {self.unit}"
+        return f"{plural(self.workers, 'worker')} must wait: a replica needs {plural(self.unit, 'worker')}"
 
 
 class Shares(Event):
@@ -657,7 +773,7 @@ class Shares(Event):
     def line(self) -> str:
         if self.parallel is not None:
             reason = f"under {self.parallel} every worker runs the same number of microbatches"
-            return f"shares stay even {self.after}: {reason}"
+            return f"shares stay {self.after} microbatches: {reason}"
         change = f"shares {self.before} -> {self.after} microbatches from step {self.step}"
         if self.weights is not None:
             weights = ", ".join(f"{weight:g}" for weight in self.weights)
@@ -666,7 +782,7 @@ class Shares(Event):
         slower = max(times_ms) / min(times_ms)
         if slower < 1.05:
             return f"{change}: all ranks are equally fast"
-        return f"{change}: rank {times_ms.index(max(times_ms))} is {slower:.1f}x slower"
+        return f"{change}: rank {times_ms.index(max(times_ms))} is {slower:.1f}x slower than the fastest rank"
 
 
 class Rollback(Event):
@@ -682,7 +798,7 @@ class Rollback(Event):
     not_finite: tuple[int, ...] | None = None  # ids of these samples that contain a NaN or an infinity when read again
 
     def line(self) -> str:
-        return f"rolling back: {self.cause}; skipped from now on: {_listed(self.steps)}"
+        return f"rolling back: {self.cause}; steps skipped from now on: {_listed(self.steps)}"
 
 
 class Corruption(Event):
@@ -733,7 +849,10 @@ class Finished(Event):
 # All events are direct subclasses, so a new class needs no entry here.
 _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}
 _HEAD = Event.model_fields.keys()
+# Share of the step time from which on a log line shows the wait for data.
+_WAITS_FOR_DATA = 0.1
 _SPEED = {"step_ms", "data_wait", "units_per_s", "samples_per_s", "memory_bytes", "world_size", "mfu"}
+_SPEED |= {"gpu_utilization", "gpu_memory_bytes", "gpu_power_w"}
 
 
 def parse_event(line: Mapping[str, Any]) -> Event | None:

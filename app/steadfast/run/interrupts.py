@@ -6,6 +6,7 @@ The first signal makes the run finish the step, write a checkpoint and stop. A s
 import contextlib
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
@@ -25,7 +26,8 @@ _requested = threading.Event()  # by a signal before `Interrupts`
 class Interrupts:
     """Context that handles stop signals.
 
-    The first signal calls `on_stop`. A second signal calls `on_abort`, which has three seconds, and ends the process.
+    The first signal calls `on_stop` with the signal and this process, in words. A second signal calls `on_abort`, which
+    has three seconds, and ends the process.
 
     Args:
         of_process: whether the process is this program's own. If not, a second signal raises KeyboardInterrupt.
@@ -33,7 +35,7 @@ class Interrupts:
 
     def __init__(
         self,
-        on_stop: Callable[[], None] = lambda: None,
+        on_stop: Callable[[str], None] = lambda _: None,
         on_abort: Callable[[], None] = lambda: None,
         of_process: bool = True,
     ) -> None:
@@ -115,7 +117,7 @@ class Interrupts:
             _leave_terminal()
         if not self._first_s:
             self._first_s = now_s
-            self.on_stop()
+            self.on_stop(f"{signal.Signals(number).name} to pid {os.getpid()} on {socket.gethostname()}")
         elif now_s - self._first_s > _SAME_S:
             if not self._of_process:
                 raise KeyboardInterrupt
@@ -128,9 +130,10 @@ class Interrupts:
 
 
 def stop_by_signals() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt, and keep the request.
+    """Make SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt.
 
-    The handlers apply until `Interrupts` replaces them. A SIGHUP that is ignored stays ignored.
+    From then on `stop_requested` returns True. The handlers apply until `Interrupts` replaces them. A SIGHUP that is
+    ignored stays ignored.
     """
     for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:

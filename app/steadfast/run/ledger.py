@@ -319,8 +319,8 @@ class Totals:
         """Move the seconds of steps that a later attempt repeated from productive to redone.
 
         Args:
-            steps: former numbers of the repeated steps.
-            attempts: attempt that ran each of these steps before, 0 for a step that none ran.
+            steps: times and samples of each step, from its former run.
+            attempts: attempt of each step's former run, 0 for a step without one.
         """
         for attempt in np.unique(attempts[attempts > 0]).tolist():
             redone = steps[attempts == attempt]

@@ -244,6 +244,19 @@ def write_key(store: Store) -> None:
     store.commit(_KEY, secrets.token_hex(16).encode(), private=True)
 
 
+def delete_claim(store: Store) -> None:
+    """Delete the owner of a run, so that the folder is no run any more.
+
+    The claim must be this command's. Raises OSError.
+    """
+    for name in store.list(""):
+        if name.startswith(_ANNOUNCEMENT):
+            store.delete(name)
+    store.delete(_KEY)
+    # The owner is last: a deletion that is interrupted leaves a run, which can be deleted again.
+    store.delete(_OWNER)
+
+
 def _parse(fields: dict[str, Any]) -> Owner:
     """Return the owner that a file describes.
 

@@ -38,7 +38,7 @@ class GlobalStepper(Stepper):
     _gradients: list[Tensor | None]  # one per tensor of the embeddings
 
     def _batches_of(self, step: int, batches: Iterator[Fetched]) -> Iterator[Fetched]:
-        own = list(islice(batches, self._plan.num_forwards(step, self._world.rank)))
+        own = list(islice(batches, self._plan.num_forwards(step, self._world.data_rank)))
         self._differentiate(step, self._embed(step, own))
         return iter(own)
 

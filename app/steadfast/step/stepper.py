@@ -73,7 +73,7 @@ class Stepper:
         totals = self._totals(self._precision.device)
         num_samples = digest = 0  # of this rank
         losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
-        num_left = reversed(range(self._plan.num_forwards(step, self._world.rank)))
+        num_left = reversed(range(self._plan.num_forwards(step, self._world.data_rank)))
         with self._begin(step):
             # `num_left` is the first argument, because zip would otherwise take a batch of the next step from the
             # iterator before it notices the end of this step.
@@ -82,9 +82,10 @@ class Stepper:
                 loss_sum, count = self._run_microbatch(fetched, totals, last=left == 0)
                 if fetched.microbatch.weight:
                     losses.append((fetched.microbatch, loss_sum, count))
-                num_samples += fetched.num_samples
-                # A sum does not depend on which rank trains on which samples.
-                digest = (digest + fetched.digest) % 2**64
+                if self._world.counts:
+                    num_samples += fetched.num_samples
+                    # A sum does not depend on which rank trains on which samples.
+                    digest = (digest + fetched.digest) % 2**64
             global_count, grad_norm, grad_norms = self._whole_gradient(step, totals)
             lr = set_learning_rates(self._optimizer, self._schedule, step)
         self._world.progress.mark("update")
@@ -159,7 +160,7 @@ class Stepper:
         if size is None:
             return [Part(microbatch, fetched.batch, 0, num_samples, 1.0, microbatch.weight)]
         # A forward of a sharded model is a collective, so all ranks must run as many, even for a short microbatch.
-        longest = self._plan.microbatch_size if self._plan.replica_size > 1 else num_samples
+        longest = self._plan.microbatch_size if self._plan.shard_size > 1 else num_samples
         return list(split(fetched, size, num_parts=-(-longest // size)))
 
     def _run(self, part: Part, last: bool) -> Sums:
@@ -173,7 +174,7 @@ class Stepper:
             # gradient = sum over ranks and microbatches of d(loss_sum)/dw / nominal
             # The true count is known only when all ranks have run. Dividing by the nominal one keeps gradients in
             # range until then.
-            self._precision.backward(sums.loss_sum * (part.weight * self._parallel.loss_scale / self._nominal))
+            self._parallel.backward(sums.loss_sum * (part.weight * self._parallel.loss_scale / self._nominal))
         return sums
 
     def _around(self, part: Part) -> AbstractContextManager[object]:
@@ -191,8 +192,7 @@ class Stepper:
         return nullcontext() if self._buffers is None else self._buffers.undone()
 
     def _loss_of(self, part: Part) -> Sums:
-        sums: Sums = self._task.loss(self.model, part.batch)
-        return sums
+        return self._parallel.loss(self._task, self.model, part.batch)
 
     def _whole_gradient(self, step: int, totals: Totals) -> tuple[int | Tensor, Tensor, Tensor]:
         """Complete the gradients of a step: sum, divide by its count, clip.
@@ -215,9 +215,8 @@ class Stepper:
         # gradient * nominal / count = the mean over everything that counts, on all ranks. A count of 0 would divide by
         # 0; its gradients are 0 and are not applied.
         correction = self._nominal / (global_count + (global_count == 0))
-        sharded = not self._parallel.survivors_hold_all
         grad_norm, grad_norms = rescale_gradients(
-            self.model, self._precision, correction, self._max_grad_norm, sharded=sharded
+            self.model, self._precision, correction, self._max_grad_norm, self._parallel.whole_norms
         )
         # Only complete gradients may change the weights. No collective may follow in the step: a survivor that loses a
         # peer in one would already hold the weights of this step, and would apply the step a second time.

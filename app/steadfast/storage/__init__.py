@@ -1,6 +1,6 @@
 """Store the files of a run on a disk or in a bucket.
 
-Five verbs are the protocol of every store.
+Six verbs are the protocol of every store.
 """
 
 from collections.abc import Callable, Iterable
@@ -59,7 +59,17 @@ class Store(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Delete a file, or a folder with its contents, if present."""
+        """Delete a file, or a folder with its contents, if present.
+
+        A link is deleted, and what it leads to is kept.
+        """
+        ...
+
+    def num_bytes(self, folder: str) -> int:
+        """Return the size of all files in a folder and in the folders below, 0 without such a folder.
+
+        Links are not followed.
+        """
         ...
 
 

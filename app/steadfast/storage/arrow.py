@@ -135,6 +135,13 @@ class ArrowStore:
 
         self._retry(name, remove)
 
+    def num_bytes(self, folder: str) -> int:
+        def total(files: fs.FileSystem, path: str) -> int:
+            found = files.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
+            return sum(each.size for each in found if each.type == fs.FileType.File)
+
+        return self._retry(folder, total)
+
     def _retry(self, name: str, verb: Callable[[fs.FileSystem, str], Result]) -> Result:
         """Repeat a verb until it succeeds, fails for good, or runs out of time."""
         deadline = time.monotonic() + _RETRY_BUDGET_S

@@ -74,10 +74,19 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         path = self.path / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+    def num_bytes(self, folder: str) -> int:
+        total = 0
+        for place, _, files in os.walk(self.path / folder):
+            for file in files:
+                # A running command may have deleted the file meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    total += os.lstat(os.path.join(place, file)).st_size
+        return total
 
 
 def _open_regular(path: str, flags: int, mode: int = 0o666) -> int:

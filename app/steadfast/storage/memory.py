@@ -44,3 +44,8 @@ class MemoryStore:
         for each in list(self.files):
             if each == name or each.startswith(f"{name}/"):
                 del self.files[each]
+
+    def num_bytes(self, folder: str) -> int:
+        self.operations.append(("num_bytes", folder))
+        prefix = f"{folder}/" if folder else ""
+        return sum(len(data) for name, data in self.files.items() if name.startswith(prefix))

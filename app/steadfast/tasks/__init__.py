@@ -14,7 +14,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from steadfast.config import TargetTask, TaskConfig
-from steadfast.config.target import build_target
 from steadfast.data.batches import Batch
 from steadfast.errors import DataError, UsageError
 from steadfast.models.gpt import Gpt
@@ -38,7 +37,11 @@ class Mean:
 class Sums:
     """Loss of one microbatch as a sum.
 
-    All values stay on the device, and loss_sum carries the gradient.
+    All values stay on the device, and loss_sum carries the gradient. A metric is a sum too, for example the number of
+    correct samples, which becomes the accuracy:
+
+        num_correct = (logits.argmax(1) == labels).sum()
+        return Sums(cross_entropy(logits, labels, reduction="sum"), len(labels), {"accuracy": num_correct})
     """
 
     loss_sum: Tensor
@@ -160,10 +163,15 @@ class Classification:
     The count is the number of samples.
     """
 
+    _label_smoothing = 0.0  # a class attribute, for subclasses that do not call `__init__`
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self._label_smoothing = label_smoothing
+
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """Sum the losses of the samples in a batch; targets are int64 (microbatch,)."""
         logits, targets = _forward(model, batch)
-        loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+        loss_sum = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._label_smoothing)
         # The number stays on the device, because reading it would make the host wait in every step.
         num_correct = (logits.argmax(-1) == targets).sum()
         return Sums(loss_sum, len(targets), {"accuracy": num_correct})
@@ -186,12 +194,6 @@ class Regression:
         return Sums(errors.reshape(len(targets), -1).mean(1).sum(), len(targets))
 
 
-_TASKS: dict[str, type[Task]] = {
-    "classification": Classification,
-    "regression": Regression,
-}
-
-
 def build_task(config: TaskConfig | TargetTask) -> Task:
     """Return the task of the configuration.
 
@@ -200,10 +202,12 @@ def build_task(config: TaskConfig | TargetTask) -> Task:
     if isinstance(config, TaskConfig):
         if config.kind == "language_modeling":
             return LanguageModeling(config.chunk_tokens)
-        return _TASKS[config.kind]()
-    from steadfast.tasks.own import own_task  # a late import, because the module needs the types of this one
+        if config.kind == "classification":
+            return Classification(config.label_smoothing)
+        return Regression()
+    from steadfast.tasks.own import build_own_task  # a late import, because the module needs the types of this one
 
-    return own_task(build_target(config, "task"), config.target)
+    return build_own_task(config)
 
 
 def _forward(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,15 @@ A task whose result would differ from that of a plain loop is refused with a one
 
 import copy
 import inspect
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self
 
 from torch import nn
 
+from steadfast.config import TargetTask
+from steadfast.config.target import build_target, load_section
 from steadfast.data.batches import Batch, tensors_of
 from steadfast.errors import ConfigError, Problem, UsageError
 from steadfast.tasks import Sums
@@ -117,6 +122,18 @@ class GlobalTask(OwnTask):
         return self._checked(self._call("loss", embeddings))
 
 
+def build_own_task(section: TargetTask) -> OwnTask:
+    """Build the task of a target: a class, a function that returns an object, or a loss function.
+
+    Raises ConfigError if the target is no task.
+    """
+    found = load_section(section, "task")
+    # A function that builds a task takes the arguments alone, a loss function the model and a batch as well.
+    if not isinstance(found, type) and not _takes(found, 0, section.args) and _takes(found, 2, section.args):
+        return own_task(SimpleNamespace(loss=partial(found, **section.args)), section.target)
+    return own_task(build_target(section, "task"), section.target)
+
+
 def own_task(task: Any, target: str) -> OwnTask:
     """Wrap the user's object as a task.
 
@@ -134,13 +151,13 @@ def own_task(task: Any, target: str) -> OwnTask:
     raise ConfigError([Problem("", "task.target", what)])
 
 
-def _takes(method: Any, num_arguments: int) -> bool:
-    """Return whether a method accepts this number of positional arguments."""
+def _takes(method: Any, num_arguments: int, named: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Return whether a method accepts this number of positional arguments and the named ones."""
     if not callable(method):
         return False
     # A method may have further arguments with defaults, so its parameters are bound rather than counted.
     try:
-        inspect.signature(method).bind(*[None] * num_arguments)
+        inspect.signature(method).bind(*[None] * num_arguments, **named)
     except TypeError:
         return False
     except ValueError:  # some builtins have no signature

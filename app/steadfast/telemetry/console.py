@@ -7,16 +7,20 @@ import time
 from typing import IO
 
 from rich.console import Console as RichConsole
-from rich.console import Group
+from rich.console import RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from steadfast.run.events import Event, Finished, Log
+from steadfast.run.events import AttemptStarted, Event, Failure, Finished, Log, Output, Validation
 from steadfast.telemetry.outcome import Summary, result
-from steadfast.units import printable
+from steadfast.units import duration, printable, size
 
-_QUIET_S = 4.0  # silence after which the console names the current stage
+_QUIET_S = 4.0  # silence in a pipe after which the console names the current stage
+_TICK_S = 1.0  # time between two updates of the seconds of a stage on a terminal
+_HELD_S = 2.0  # time for which an event waits for the event that completes its sentence
+_BAR_WIDTH = 20
 
 
 class _Rich(RichConsole):
@@ -32,57 +36,125 @@ class _Rich(RichConsole):
 
 
 class Console:
-    """Prints events as lines, with a progress bar on a terminal.
-
-    On a terminal a log event moves the bar and prints no line, unless `verbose` is set.
-    """
+    """Prints events as lines, with a short progress bar below them on a terminal."""
 
     def __init__(self, verbose: bool = False, file: IO[str] | None = None) -> None:
         self.verbose = verbose
-        self._stage = threading.Timer(0.0, self.line)
+        self._lock = threading.RLock()  # timers print too
+        self._stage = threading.Event()  # set once the current stage is over
+        self._held: Event | None = None  # a failure or a validation, for at most `_HELD_S`
+        self._release = threading.Timer(0.0, self._flush)
         self._rich = _Rich(file=file, highlight=False)
-        # Without a refresh thread only events move the bar. Other output (Ray's worker logs) appears above it.
-        self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+        if self._rich.is_jupyter:
+            # Rich would display each line as an HTML block, and JupyterLab hides all but the first 50 blocks of a cell.
+            # Without these blocks Rich would take the cell for a terminal, because ipykernel sets FORCE_COLOR.
+            self._rich = _Rich(file=file, highlight=False, force_jupyter=False, force_terminal=False)
+        self._live: Live | None = None  # the bar or the stage on a terminal
 
     def stage(self, text: str, since_s: float | None = None) -> None:
-        """Print `text` unless another line is printed within four seconds.
+        """Show what the command waits for, until another line is printed.
 
-        The four seconds begin now, or at the Unix time `since_s`.
+        A terminal shows the seconds since now, or since the Unix time `since_s`. A pipe gets `text` as a line once
+        these seconds are four.
         """
-        self._stage.cancel()
-        passed_s = 0.0 if since_s is None else time.time() - since_s
-        # A timer thread prints the text, because the calling thread may be busy with an import or wait for Ray.
-        self._stage = threading.Timer(max(0.0, _QUIET_S - passed_s), self.line, (text,))
-        self._stage.daemon = True
-        self._stage.start()
+        self._end_stage()
+        over = self._stage = threading.Event()
+        began_s = since_s or time.time()
+        # A thread shows the stage, because the calling thread may be busy with an import or wait for Ray.
+        follow = self._count_seconds if self._rich.is_terminal else self._name_stage
+        threading.Thread(target=follow, args=(text, began_s, over), daemon=True, name="stage").start()
+
+    def _count_seconds(self, text: str, began_s: float, over: threading.Event) -> None:
+        while not over.wait(_TICK_S):
+            with self._lock:
+                if not over.is_set():
+                    self._show_below(Text(f"{printable(text)} {time.time() - began_s:.0f} s", style="dim"))
+
+    def _name_stage(self, text: str, began_s: float, over: threading.Event) -> None:
+        if over.wait(max(0.0, began_s + _QUIET_S - time.time())):
+            return
+        with self._lock:
+            if not over.is_set():
+                self.line(text)
+
+    def _end_stage(self) -> None:
+        with self._lock:
+            if not self._stage.is_set():
+                self._stage.set()
+                self._stop_live()
 
     def show(self, event: Event) -> None:
-        """Print the event's line, or move the bar."""
+        """Print the event's line, and move the bar."""
         # `finish` prints the result, because its summary has entries that only the command knows.
         if isinstance(event, Finished) or (event.detail and not self.verbose):
             return
-        if isinstance(event, Log) and self._rich.is_terminal:
-            self._move_bar(event)
-            if not self.verbose:
-                return
-        self.line(event.verbose_line() if self.verbose else event.line())
+        if isinstance(event, Output) and self.verbose:
+            return  # Ray itself shows the output of its workers
+        with self._lock:
+            match event:
+                case Log():
+                    self._show_log(event)
+                case AttemptStarted(interruption="failure") if isinstance(self._held, Failure) and not self.verbose:
+                    held, self._held = self._held, None
+                    self.line(f"{held.line()}; {event.line()}")
+                case Failure() | Validation() if not self.verbose:
+                    self._hold(event)
+                case _:
+                    self.line(self._text(event))
 
-    def _move_bar(self, event: Log) -> None:
-        self._stage.cancel()
-        # Rich would apply the soft wrap of `line` to the live bar as well, and cut off long figures.
-        figures = Text(printable(event.line()), style="dim", no_wrap=False)
-        bar = ProgressBar(event.total_steps, event.step)
+    def _show_log(self, log: Log) -> None:
+        # On a device a step's figures are read one step late, so the validation of a step comes before its figures.
+        after = None
+        if isinstance(self._held, Validation) and log.step <= self._held.step:
+            after, self._held = self._held, None
+        self.line(self._text(log))
+        if self._rich.is_terminal:
+            self._move_bar(log)
+        if after is not None:
+            self.line(after.line())
+
+    def _hold(self, event: Event) -> None:
+        self._flush()
+        self._end_stage()
+        self._held = event
+        self._release = threading.Timer(_HELD_S, self._flush)
+        self._release.daemon = True
+        self._release.start()
+
+    def _flush(self) -> None:
+        """Print the event that waits for another one."""
+        with self._lock:
+            self._release.cancel()
+            held, self._held = self._held, None
+            if held is not None:
+                self.line(held.line())
+
+    def _text(self, event: Event) -> str:
+        return event.verbose_line() if self.verbose else event.line()
+
+    def _move_bar(self, log: Log) -> None:
+        row = Table.grid(padding=(0, 1))
+        figures = f"{log.step / max(1, log.total_steps):.0%}  {size(log.memory_bytes)}  eta {duration(log.eta_s)}"
+        row.add_row(ProgressBar(log.total_steps, log.step, width=_BAR_WIDTH), Text(figures, style="dim"))
+        self._show_below(row)
+
+    def _show_below(self, content: RenderableType) -> None:
         with contextlib.suppress(OSError):
-            self._live.start()
-            self._live.update(Group(figures, bar), refresh=True)
+            if self._live is None:
+                # Without a refresh thread only events and stages move the bar. Other output appears above it.
+                self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(content, refresh=True)
 
     def line(self, text: str) -> None:
-        """Print a line, and cancel a pending `stage` text."""
-        self._stage.cancel()
-        # Neither a closed terminal nor a pipe without a reader (see `_Rich`) ends a run.
-        with contextlib.suppress(OSError):
-            # `Text` keeps "[rank 3]" from being read as markup. Soft wrap keeps a long line whole in a pipe.
-            self._rich.print(Text(printable(text)), soft_wrap=True)
+        """Print a line, and end the current stage."""
+        with self._lock:
+            self._flush()
+            self._end_stage()
+            # Neither a closed terminal nor a pipe without a reader (see `_Rich`) ends a run.
+            with contextlib.suppress(OSError):
+                # `Text` keeps "[rank 3]" from being read as markup. Soft wrap keeps a long line whole in a pipe.
+                self._rich.print(Text(printable(text)), soft_wrap=True)
 
     def finish(self, summary: Summary) -> None:
         """Print the result of a run."""
@@ -91,7 +163,14 @@ class Console:
             self.line(text)
 
     def close(self) -> None:
-        """Remove the bar, and cancel a pending `stage` text."""
-        self._stage.cancel()
-        with contextlib.suppress(OSError):
-            self._live.stop()
+        """Print an event that waits, and remove the bar."""
+        with self._lock:
+            self._flush()
+            self._end_stage()
+            self._stop_live()
+
+    def _stop_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError):
+                live.stop()

@@ -11,7 +11,7 @@ from steadfast.run.ledger import ACTS, Span, Totals
 # Every second of a rank belongs to one of these categories. The report shows the texts.
 CATEGORIES = {
     "productive": "in steps that count for the result",
-    "data wait": "in steps that count, while the leader waited for batches",
+    "data wait": "in steps that count, while rank 0 waited for batches",
     "validation": "measuring held-out samples",
     "snapshot": "while training waited for a copy in memory",
     "checkpoint wait": "while training waited for a checkpoint",
@@ -28,13 +28,13 @@ _PLANNED = ("resized", "stopped", "finished")  # causes of an attempt's end that
 
 
 def read_totals(directory: RunDirectory, mark: Callable[[], object] = lambda: None) -> Totals:
-    """Return the totals of a run's ledger and events.
+    """Sum the times and samples of a run from its ledger and events.
 
     The ledger may have any length, because it is read in blocks.
 
     Args:
         directory: the run to read.
-        mark: called again and again while the ledger is read, to show that this process makes progress.
+        mark: called for each block of the ledger, to show that this process makes progress.
     """
     starts_s = sorted(event.time_s or 0.0 for event in directory.events(RunStarted) if not event.again)
     totals = Totals.read(directory.store, starts_s, mark)

@@ -86,6 +86,7 @@ class _Between:
     told: list[Event] = field(default_factory=list)  # events that name a cause
     ended: AttemptEnded | None = None
     lost_steps: int = 0
+    reported: bool = False  # whether the command has recorded its own end
     again_s: float | None = None  # Unix time at which the same command restarted
     command_s: float | None = None  # Unix time at which another command began
 
@@ -93,6 +94,8 @@ class _Between:
         match event:
             case AttemptEnded() if event.cause not in _ENDS:
                 self.ended = self.ended or event
+            case AttemptEnded():
+                self.reported = True
             case Restore():
                 self.lost_steps = event.lost_steps  # the last event is of the attempt that finishes a step
             case RunStarted(again=True):
@@ -103,6 +106,7 @@ class _Between:
                 self.command_s = event.time_s
             case Failure() | ForwardsShrunk() | Preemption() | Scale() | Rollback() | ProcessRestarted():
                 self.told.append(event)
+                self.reported = self.reported or (isinstance(event, Failure) and event.fatal)
 
     @property
     def has_ended(self) -> bool:
@@ -172,14 +176,16 @@ class _Between:
         for event in self.told:
             # A new worker may have failed before the resize, which did not affect the workers in the world.
             if self.kind != "resize" or isinstance(event, Preemption | Scale):
-                causes[_in_words(event)] = None
+                causes[_in_words(event, self.reported)] = None
         if not causes and self.ended and self.kind == "failure":
             return (self.ended.cause,)
         return tuple(causes)
 
 
-def _in_words(event: Event) -> str:
+def _in_words(event: Event, reported: bool) -> str:
     match event:
+        case Failure(rank=int()):
+            return _first_line(event.line())
         case Failure(member=None):
             return _first_line(event.error)
         case Failure():
@@ -191,7 +197,8 @@ def _in_words(event: Event) -> str:
                 what = "loss"
             return f"{what} of {worker}: {_first_line(event.error)}"
         case ForwardsShrunk():
-            return f"out of memory: a forward pass now takes at most {plural(event.forward_size, 'sample')}"
+            where = "" if event.rank is None else f" on rank {event.rank}"
+            return f"out of memory{where}: a forward pass now takes at most {plural(event.forward_size, 'sample')}"
         case Preemption():
             return f"node {node_name(event.node)} is preempted with {plural(len(event.members), 'worker')}"
         case Scale():
@@ -204,7 +211,9 @@ def _in_words(event: Event) -> str:
             return "torchrun has restarted its ranks"
         case RunStarted(again=True):
             return "the command restarted"
-    return "the command was run again"
+    if reported:
+        return "the command was run again"
+    return "the command ended without a report, and was run again"
 
 
 def _first_line(error: str) -> str:

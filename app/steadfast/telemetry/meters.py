@@ -3,6 +3,8 @@
 from statistics import median
 from typing import TypedDict
 
+import torch
+
 
 class Figures(TypedDict):
     """Times and rates since the last log line.
@@ -16,6 +18,41 @@ class Figures(TypedDict):
     samples_per_s: float
     mfu: float | None
     eta_s: float
+
+
+class GpuFigures(TypedDict, total=False):
+    """Figures of a GPU, none where the driver's library NVML cannot be used.
+
+    The names are those of the fields of the event `log`.
+    """
+
+    gpu_utilization: float
+    gpu_memory_bytes: int
+    gpu_power_w: float
+
+
+class GpuMeter:
+    """Reads utilization, memory and power of a GPU from NVML, through the package nvidia-ml-py."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_off = device.type != "cuda"
+
+    def read(self) -> GpuFigures:
+        """Return the current figures. The first call loads NVML."""
+        if self._is_off:
+            return {}
+        try:
+            return {
+                "gpu_utilization": torch.cuda.utilization(self._device) / 100,
+                "gpu_memory_bytes": torch.cuda.device_memory_used(self._device),
+                "gpu_power_w": torch.cuda.power_draw(self._device) / 1000,
+            }
+        # The package or the library may be missing, and some virtual GPUs answer no questions. The errors have no
+        # common class.
+        except Exception:
+            self._is_off = True
+            return {}
 
 
 class Meters:

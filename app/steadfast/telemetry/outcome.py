@@ -8,11 +8,14 @@ from steadfast.units import compact, duration, in_words, joined, plural
 
 Summary = Mapping[str, Any]
 
+SHORT_S = 600.0  # wall time below which the start alone makes the goodput low
+_STALLED_S = 0.5  # least stall that the result names
+
 
 def result(summary: Summary) -> list[str]:
-    """Return the lines that report a run's work, goodput and files.
+    """Return the lines that report a run's work, interruptions and files.
 
-    Lines with unknown values are left out.
+    Lines with unknown values are left out, as is the line of interruptions if there were none.
 
     Args:
         summary: the content of `summary.json`. The command adds `tensorboard`, a directory or None.
@@ -21,16 +24,11 @@ def result(summary: Summary) -> list[str]:
     for amount in ("samples", "tokens"):
         if summary.get(amount):
             done.append(f"{compact(summary[amount])} {amount}")
-    course = [
-        f"{summary['goodput']:.1%}",
-        plural(summary["attempts"], "attempt"),
-        plural(summary["lost_steps"], "lost step"),
-        f"stalled {duration(summary['stall_s'])}",
-    ]
     told = {
         summary["status"]: f"{', '.join(done)} in {duration(summary['wall_s'])}",
         "because": summary.get("ended_early"),
-        "goodput": joined(course),
+        "resume": "the same command" if summary["status"] == "stopped" else "",
+        "cost" if summary["wall_s"] < SHORT_S else "goodput": _goodput(summary),
         "validation": in_words(summary["metrics"]),
         "checkpoint": summary["last_checkpoint"],
         # Further lines of a sample are indented, so that they align with the first one.
@@ -39,6 +37,23 @@ def result(summary: Summary) -> list[str]:
     if summary.get("tensorboard"):
         told["curves"] = f"tensorboard --logdir {summary['tensorboard']}"
     return [f"{name:<10}  {text}" for name, text in told.items() if text]
+
+
+def _goodput(summary: Summary) -> str:
+    """Return the goodput with its causes, or "" after an undisturbed run.
+
+    A short run has its causes only.
+    """
+    costs = []
+    if summary["lost_steps"]:
+        costs.append(plural(summary["lost_steps"], "lost step"))
+    if summary["stall_s"] >= _STALLED_S:
+        costs.append(f"stalled {duration(summary['stall_s'])}")
+    if not costs:
+        return ""
+    if summary["wall_s"] >= SHORT_S:
+        costs.insert(0, f"{summary['goodput']:.1%}")
+    return joined(costs)
 
 
 def already_finished(run: RunConfig, path: str, summary: Summary) -> str:

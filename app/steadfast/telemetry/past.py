@@ -1,13 +1,13 @@
 """Summary of a run's earlier attempts, for the leader of a new attempt."""
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import AttemptStarted, Checkpoint, Event
-from steadfast.telemetry.interruptions import read_interruptions
+from steadfast.run.events import AttemptStarted, Checkpoint, Event, Validation
+from steadfast.telemetry.interruptions import Kind, read_interruptions
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class Past:
     interruptions: tuple[str, ...] = ()  # one line for each cause of the interruption before this attempt
     committed: int = 0  # step of the newest checkpoint
     num_nodes: int = 1  # number of nodes of the last attempt, 1 if unknown
+    num_workers: int | None = None  # number of workers of the last attempt
+    kind: Kind | None = None  # kind of the interruption before this attempt
+    validations: tuple[Mapping[str, float], ...] = ()  # metrics of all validations
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
@@ -28,21 +31,25 @@ class Past:
         Call it before the attempt's first step, so that the events are those of earlier attempts.
         """
         # One pass over the events answers all questions, because the first step waits for this reading.
-        committed, num_nodes = 0, 1
+        newest: dict[type[Event], Any] = {}
+        validations: list[Mapping[str, float]] = []
 
         def noted() -> Iterator[Event]:
-            nonlocal committed, num_nodes
             for event in directory.all_events():
-                if isinstance(event, Checkpoint):
-                    committed = event.step
-                elif isinstance(event, AttemptStarted):
-                    num_nodes = len(event.nodes or {}) or 1
+                newest[type(event)] = event
+                if isinstance(event, Validation):
+                    validations.append(event.metrics)
                 yield event
 
         interruptions = read_interruptions(noted())
         counts = Counter(each.kind for each in interruptions)
-        lines: tuple[str, ...] = ()
+        past = cls(counts["failure"], counts["resize"], counts["restart"], validations=tuple(validations))
+        if saved := newest.get(Checkpoint):
+            past = replace(past, committed=saved.step)
+        if started := newest.get(AttemptStarted):
+            past = replace(past, num_nodes=len(started.nodes or {}) or 1, num_workers=started.world_size)
         if interruptions and interruptions[-1].attempt is None:
             last = interruptions[-1]
             lines = tuple(f"{last.kind}: {cause}" for cause in last.causes) or (last.kind,)
-        return cls(counts["failure"], counts["resize"], counts["restart"], lines, committed, num_nodes)
+            past = replace(past, kind=last.kind, interruptions=lines)
+        return past

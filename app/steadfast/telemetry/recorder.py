@@ -4,7 +4,7 @@ import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.restore import Restored
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import Tensors, sha256, weights_digest
+from steadfast.config import KeepBestConfig
 from steadfast.guards.recompute import adds_parts_by_themselves
 from steadfast.loop.worker_state import WorkerState
 from steadfast.optim.schedule import warmup_in_force
@@ -27,7 +28,7 @@ from steadfast.run.ledger import ACTS, Ledger, StepStats, StepTimes
 from steadfast.storage.jsonl import open_stream
 from steadfast.tasks import Task
 from steadfast.telemetry.goodput import goodput, read_totals
-from steadfast.telemetry.meters import Meters
+from steadfast.telemetry.meters import GpuMeter, Meters
 from steadfast.telemetry.past import Past
 from steadfast.telemetry.profiler import Profiler
 from steadfast.telemetry.startup import StartupTimer
@@ -68,8 +69,11 @@ class Recorder:
         self._snapshots: Snapshots | None = None
         self._committed = worker.writer.committed  # newest checkpointed step that this rank knows of
         self._past = Past()
+        self._best = math.inf  # best value of a validation so far, with the other sign if the greatest is the best
+        self._lost_steps = 0  # finished steps that this attempt repeats
         self._trackers = Trackers([])
         self._meters = _meters(worker, config.precision.tf32)
+        self._gpu_meter = GpuMeter(worker.precision.device)
         self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
         worker.close_later(self._profiler.close)
         self.norms_trigger = worker.trigger("gradient_norms", config.logging.gradient_norms_every)
@@ -92,6 +96,8 @@ class Recorder:
         self._figures = open_stream(self._directory.store, METRICS)
         self._worker.close_later(self._figures.close)
         self._past = Past.read(self._directory)
+        for metrics in self._past.validations:
+            self._is_best(metrics)
         # A checkpoint of an earlier process is known only from its event.
         self._committed = max(self._committed, self._past.committed)
         if restored.source == "checkpoint":
@@ -116,8 +122,8 @@ class Recorder:
             self._tell_of_the_model()
             return
         written = self._directory.last_step()
-        lost_steps = max(0, written - restored.step)
-        self._publish(events.Restore(step=restored.step, source=restored.source, lost_steps=lost_steps))
+        self._lost_steps = max(0, written - restored.step)
+        self._publish(events.Restore(step=restored.step, source=restored.source, lost_steps=self._lost_steps))
         # The state of survivors, or an emergency checkpoint, may be ahead of the ledger, because the former leader
         # ended before it wrote the lines of these steps.
         for step in range(written + 1, restored.step + 1):
@@ -216,8 +222,17 @@ class Recorder:
             self._tell_of_start(timer.event(restored.step, restored.source, self._world.size), result.seconds)
 
     def _tell_of_start(self, event: events.AttemptStarted, step_s: float) -> None:
-        """Publish the attempt's start, with nodes and GPUs of its ranks if known."""
-        known: dict[str, Any] = {"step_s": round(step_s, 4), "num_samples": len(self._worker.dataset)}
+        """Publish the attempt's start, with facts about the run, its nodes and GPUs."""
+        known: dict[str, Any] = {
+            "step_s": round(step_s, 4),
+            "num_samples": len(self._worker.dataset),
+            "run": self._config.run.name,
+            "precision": self._worker.precision.kind,
+            "num_parameters": sum(param.numel() for param in self._worker.model.parameters()),
+            "interruption": self._past.kind,
+            "former_size": self._past.num_workers,
+            "lost_steps": self._lost_steps,
+        }
         if self._snapshots is not None and self._snapshots.nodes:
             known["nodes"] = self._snapshots.nodes
         if self._worker.gpus:
@@ -278,6 +293,7 @@ class Recorder:
             metrics=stats.metrics,
             at_risk=self._at_risk(stats.step),
             **self._meters.snapshot(total_steps - stats.step),
+            **self._gpu_meter.read(),
         )
         self._figures.write([log.stamped().to_line()])
         self._trackers.record(log)
@@ -302,14 +318,25 @@ class Recorder:
         if not metrics:
             return
         self._metrics = metrics
-        event = events.Validation(step=step, metrics=metrics)
+        event = events.Validation(step=step, metrics=metrics, best=self._is_best(metrics) or None)
         if self._world.leader:
             self._trackers.record(event)
         self._publish(event)
 
-    def figures(self, step: int, values: dict[str, float]) -> None:
-        """Send figures of the user's hooks to the trackers."""
-        self._trackers.scalars(step, values)
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Remember a validation, and return whether no earlier one was as good.
+
+        The first validation has nothing to be compared with. Only the leader knows the validations of other attempts.
+        """
+        keep = self._config.checkpoint.keep_best or KeepBestConfig()
+        sign = 1 if keep.mode == "min" else -1
+        value = sign * metrics.get(keep.metric, math.nan)
+        before, self._best = self._best, min(self._best, value)
+        return value < before < math.inf
+
+    def figures(self, step: int, values: Mapping[str, Any]) -> None:
+        """Send what the user's hooks log to the trackers."""
+        self._trackers.log(step, values)
 
     def gradient_norms(self, result: StepResult) -> None:
         """Send the distribution of the parameters' gradient norms to the trackers.
@@ -365,7 +392,7 @@ class Recorder:
             trackers.close()
             return
         # Every rank computes the digests, because this is a collective if state is sharded.
-        hashes = {f"{part}_sha256": sha256(tensors) for part, tensors in state.items()}
+        hashes = {f"{part}_sha256": sha256(tensors, self._world) for part, tensors in state.items()}
         if whole is None:  # the state is sharded, so the digests used collectives and must pass the gate
             self._world.groups.gate()
         if self._world.leader:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from steadfast.storage import Store
 from steadfast.telemetry.background import Background
+from steadfast.telemetry.media import Pixels, png_of
 from steadfast.telemetry.spool import Spool
 
 
@@ -46,6 +47,17 @@ class TensorBoardTracker:
         # Markdown shows lines indented by four spaces as code, which keeps line breaks and spaces.
         as_code = "\n".join(f"    {line}" for line in text.splitlines())
         self._submit(lambda: self._writer.add_text(tag, as_code, step))
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        def write() -> None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            height, width, channels = pixels.shape
+            encoded = png_of(pixels)
+            image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=encoded)
+            self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+        self._submit(write)
 
     def _submit(self, write: Callable[[], None]) -> None:
         def write_through() -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from steadfast.errors import ConfigError
 from steadfast.run.events import Log, Validation
 from steadfast.storage import Store
 from steadfast.telemetry.background import Background
+from steadfast.telemetry.media import Pixels, is_image, pixels_of, table_of
 from steadfast.telemetry.past import Past
 from steadfast.telemetry.tensorboard import TensorBoardTracker
 from steadfast.telemetry.wandb import WandbTracker
@@ -36,6 +37,10 @@ class Tracker(Protocol):
 
     def text(self, step: int, tag: str, text: str) -> None:
         """Store a text of several lines. A tracker of the user may lack this method."""
+        ...
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        """Store an image, (height, width, 1 or 3). A tracker of the user may lack this method."""
         ...
 
     def close(self) -> None:
@@ -67,9 +72,15 @@ class OwnTracker:
         self._background.submit(lambda: self._tracker.histogram(step, tag, values))
 
     def text(self, step: int, tag: str, text: str) -> None:
+        self._submit_optional("text", step, tag, text)
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        self._submit_optional("image", step, tag, pixels)
+
+    def _submit_optional(self, method: str, *arguments: Any) -> None:
         def call() -> None:
-            if hasattr(self._tracker, "text"):
-                self._tracker.text(step, tag, text)
+            if hasattr(self._tracker, method):
+                getattr(self._tracker, method)(*arguments)
 
         self._background.submit(call)
 
@@ -86,12 +97,13 @@ class OwnTracker:
 
 
 class MemoryTracker:
-    """In-memory tracker for tests: `values[tag][step]`, `histograms[tag][step]`, `texts[tag][step]`."""
+    """In-memory tracker for tests: `values[tag][step]`, and alike `histograms`, `texts` and `images`."""
 
     def __init__(self) -> None:
         self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
         self.histograms: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
         self.texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        self.images: defaultdict[str, dict[int, Pixels]] = defaultdict(dict)
         self.closed = False
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -103,6 +115,9 @@ class MemoryTracker:
 
     def text(self, step: int, tag: str, text: str) -> None:
         self.texts[tag][step] = text
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        self.images[tag][step] = pixels
 
     def close(self) -> None:
         self.closed = True
@@ -118,6 +133,28 @@ class Trackers:
     def record(self, event: Log | Validation) -> None:
         """Store an event's figures as `train/…`, `speed/…` and `validation/…`."""
         self.scalars(event.step, event.figures())
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Store a hook's values: numbers, texts, images, and tables as lists of dictionaries.
+
+        Raises TrainingError if a value is none of these.
+        """
+        if not self._trackers:
+            return
+        numbers: dict[str, float] = {}
+        for tag, value in values.items():
+            if isinstance(value, str):
+                self.text(step, tag, value)
+            elif isinstance(value, list | tuple):
+                self.text(step, tag, table_of(value, tag))
+            elif is_image(value):
+                pixels = pixels_of(value, tag)
+                for tracker in self._trackers:
+                    tracker.image(step, tag, pixels)
+            else:
+                numbers[tag] = float(value)
+        if numbers:
+            self.scalars(step, numbers)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for tracker in self._trackers:

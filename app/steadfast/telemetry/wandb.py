@@ -13,6 +13,7 @@ from steadfast.data.extras import require_extra
 from steadfast.storage import Store
 from steadfast.storage.documents import read_json, write_json
 from steadfast.telemetry.background import Background
+from steadfast.telemetry.media import Pixels
 from steadfast.telemetry.spool import Spool
 
 _FOLDER = "wandb"
@@ -81,6 +82,9 @@ class WandbTracker:
 
     def text(self, step: int, tag: str, text: str) -> None:
         self._log(step, lambda: {tag: self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
+
+    def image(self, step: int, tag: str, pixels: Pixels) -> None:
+        self._log(step, lambda: {tag: self._wandb.Image(pixels)})
 
     def close(self) -> None:
         self._background.close(self._end)

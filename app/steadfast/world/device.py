@@ -71,8 +71,10 @@ def _current(index: int) -> torch.device:
 
 
 def cores_of_a_worker() -> int:
-    """Return this machine's cores per worker, at least 1."""
-    # Assumes one worker for each of its GPUs.
+    """Return this machine's cores per worker, at least 1.
+
+    The number of workers is torchrun's, or else the number of this machine's GPUs.
+    """
     num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not num_workers:
         # Not from torch, because Ray shows a worker only its own GPU.

@@ -86,7 +86,7 @@ class Groups:
     aborted: threading.Event  # set before a communicator is aborted
     timeouts: Timeouts = field(default_factory=Timeouts)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # whose memory the communicator reaches
-    axes: list[Communicator] = field(default_factory=list)  # for parts of the world, see `split`
+    axes: list[Communicator] = field(default_factory=list)  # for lines of ranks, see `add_axis`
     sides: list[dist.ProcessGroup] = field(default_factory=list)
     under_way: list[dist.Work] = field(default_factory=list)  # collectives that may be incomplete at the attempt's end
 
@@ -154,39 +154,34 @@ class Groups:
         if self.aborted.is_set():
             raise PeerLost("the world was aborted")
 
-    def split(self, replica_size: int, device: torch.device) -> tuple[Communicator, Communicator]:
-        """Form communicators for each replica and each part of the model.
+    def add_axis(self, lines: Iterable[Sequence[int]]) -> list[Communicator]:
+        """Form a communicator for each line of ranks. A collective of the world.
 
-        A collective.
+        Returns the communicators of the lines in which this rank is.
 
         Args:
-            replica_size: number of neighbouring ranks that together hold one model.
-
-        Returns:
-            This rank's communicator across replicas, and the one within its replica.
+            lines: ranks of each line, as from `World.lines`; the same on all ranks. The first axis of an attempt must
+                be "replicate".
 
         Raises:
             PeerLost: a member died meanwhile.
         """
-        size = dist.get_world_size()
-        across = [range(part, size, replica_size) for part in range(replica_size)]
-        within = [range(first, first + replica_size) for first in range(0, size, replica_size)]
         mine: list[Communicator] = []
         before = _open_sockets()
         try:
-            # Torch requires that every rank forms all groups, in the same order. A rank is in one group of each axis.
-            for ranks in (*across, *within):
-                communicator = connect_part(ranks, device, self.aborted, self.timeouts)
+            # Torch requires that every rank forms all groups, in the same order.
+            for ranks in lines:
+                communicator = connect_part(ranks, self.device, self.aborted, self.timeouts)
                 if communicator is not None:
                     mine.append(communicator)
         except (RuntimeError, dist.DistError) as error:
             if is_own_fault(error):
                 raise
-            raise PeerLost(f"forming the replicas of a world of {size} failed: {error}") from error
-        if device.type != "cuda":  # NCCL closes its own sockets
+            raise PeerLost(f"forming an axis of the world failed: {error}") from error
+        if self.device.type != "cuda":  # NCCL closes its own sockets
             self.sockets.update(_opened_since(before))
         self.axes.extend(mine)
-        return mine[0], mine[1]
+        return mine
 
     def reaches(self, tensor: Tensor) -> bool:
         """Return whether the communicator reaches the memory of a tensor."""
@@ -405,7 +400,7 @@ def interface_of(address: str) -> str | None:
 
 
 def prefer_interface_of(address: str) -> None:
-    """Set the network interface of gloo and NCCL, unless the user has."""
+    """Make gloo and NCCL use the interface with this address, unless the user chose one."""
     # A host's own name often resolves to its loopback, and gloo would listen there.
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

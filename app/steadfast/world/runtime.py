@@ -31,8 +31,9 @@ FINISH = "finish"
 class World:
     """Workers of one attempt, and this worker's place among the ranks.
 
-    The ranks are arranged on two axes. `replica_size` neighbouring ranks together hold one model and form a replica.
-    There are `replicate` replicas.
+    The ranks are arranged on three axes, replicate x stage x shard; the last one varies fastest. `replica_size`
+    neighbouring ranks together hold one model and form a replica. The stages of a replica compute the same samples one
+    after another. Ranks that differ in replica or shard compute different samples.
     """
 
     rank: int
@@ -43,10 +44,45 @@ class World:
     progress: Progress = field(default_factory=Progress)  # belongs to the process, and remembers earlier attempts
     node: str = field(default_factory=socket.gethostname)  # machine, whose loss includes this worker
     replica_size: int = 1
+    stages: int = 1
 
     @property
     def replicate(self) -> int:
         return self.size // self.replica_size
+
+    @property
+    def shard_size(self) -> int:
+        return self.replica_size // self.stages
+
+    @property
+    def stage(self) -> int:
+        return self.part // self.shard_size
+
+    @property
+    def shard(self) -> int:
+        return self.part % self.shard_size
+
+    @property
+    def data_size(self) -> int:
+        """Return the number of places on the data axes, replicate and shard."""
+        return self.size // self.stages
+
+    @property
+    def data_rank(self) -> int:
+        """Return this rank's place on the data axes, which decides on its samples."""
+        return self.rank // self.replica_size * self.shard_size + self.shard
+
+    @property
+    def counts(self) -> bool:
+        """Return whether this rank's losses and samples are counted, as one of those that compute the same ones."""
+        return self.stage == self.stages - 1
+
+    def lines(self, axis: Literal["replicate", "stage", "shard"]) -> list[list[int]]:
+        """Return the ranks that differ in their place on one axis only, for all places on the other axes."""
+        sizes = {"replicate": self.replicate, "stage": self.stages, "shard": self.shard_size}
+        ranks = torch.arange(self.size).view(*sizes.values())
+        lines: list[list[int]] = ranks.movedim(list(sizes).index(axis), -1).flatten(0, 1).tolist()
+        return lines
 
     @property
     def part(self) -> int:

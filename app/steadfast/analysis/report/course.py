@@ -4,11 +4,17 @@ Curves of long runs are thinned out to the number of points that a person can se
 """
 
 import math
+from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any, Self
 
+import numpy as np
+
+from steadfast.analysis.compare import HeldLines
 from steadfast.run import events
 from steadfast.run.directory import METRICS, RunDirectory
 from steadfast.run.ledger import Totals
@@ -18,7 +24,8 @@ from steadfast.telemetry.interruptions import Interruption, read_interruptions
 
 _MOST_POINTS = 3000  # points of one curve
 _MOST_EVENTS = 1000  # events of one kind
-_CURVES = ("loss", "step_ms", "data_wait", "units_per_s")
+_CURVES = ("loss", "lr", "grad_norm", "step_ms", "data_wait", "units_per_s")
+METRIC = "metrics."  # before the name of a metric among the figures of a log step
 
 
 class Curve:
@@ -35,7 +42,7 @@ class Curve:
         self.rows: list[dict[str, float]] = []
 
     def add(self, step: int, row: dict[str, float]) -> None:
-        """Add the figures of a step, and drop those of the same and of later steps."""
+        """Add the figures of a step, and drop the figures of this and of later steps."""
         # Figures come in the order of time. So a step that is not the highest belongs to a later attempt, which does
         # the following steps again too.
         again = bisect_left(self.steps, step)
@@ -53,6 +60,34 @@ class Curve:
     def column(self, name: str) -> list[float]:
         """Return one figure of each step, NaN if unknown."""
         return [row.get(name, float("nan")) for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Values by step, thinned out to the least and the largest value of each of many intervals.
+
+    `means` has the mean of each point's interval, which is smoother than the extremes, and is not pulled up by peaks.
+    """
+
+    steps: list[int]
+    values: list[float]
+    means: list[float]
+
+    @classmethod
+    def of(cls, steps: Sequence[int], values: Sequence[float], most_points: int = _MOST_POINTS) -> Self:
+        """Return the trace of finite values. A short trace keeps all values."""
+        if len(steps) <= most_points:
+            return cls(list(steps), list(values), list(values))
+        trace = cls([], [], [])
+        bounds = np.linspace(0, len(steps), most_points // 2 + 1, dtype=int).tolist()
+        for start, stop in pairwise(bounds):
+            part = np.asarray(values[start:stop])
+            # A spike of one step, which every second point would miss, is an extreme of its interval.
+            for place in sorted({int(part.argmin()), int(part.argmax())}):
+                trace.steps.append(steps[start + place])
+                trace.values.append(values[start + place])
+                trace.means.append(float(part.mean()))
+        return trace
 
 
 @dataclass(frozen=True)
@@ -110,7 +145,36 @@ class Course:
         for name in _CURVES:
             if is_number(line.get(name)):
                 row[name] = float(line[name])
+        metrics = line.get("metrics")
+        if isinstance(metrics, dict):
+            for name, value in metrics.items():
+                if is_number(value):
+                    row[METRIC + name] = float(value)
         self.figures.add(line["step"], row)
+
+    def losses(self) -> Trace:
+        """Return the loss of every step, read from the ledger."""
+        # A run may have millions of steps, so the numbers are kept in arrays.
+        steps, values = array("q"), array("d")
+        for line in HeldLines(self.directory.store):
+            loss = line.get("loss", math.nan)
+            # A skipped step has no loss, and neither has a step with lost figures. A loss of NaN cannot be drawn.
+            if is_number(loss) and math.isfinite(loss):
+                steps.append(line["step"])
+                values.append(loss)
+        return Trace.of(steps, values)
+
+    def metrics(self) -> list[str]:
+        """Return the names of the metrics of training and validation, without the loss."""
+        names: dict[str, None] = {}
+        for row in self.figures.rows:
+            for name in row:
+                if name.startswith(METRIC):
+                    names[name.removeprefix(METRIC)] = None
+        for row in self.validations.rows:
+            names |= dict.fromkeys(row)
+        names.pop("loss", None)
+        return list(names)
 
     def starts(self) -> dict[int, events.AttemptStarted]:
         """Return the start of each attempt that has finished a step."""

@@ -1,16 +1,26 @@
 """Draw the plots of the report with Bokeh.
 
-`page.html` sets the colours of text and grid.
+The page sets the colours of text and grid.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Span
+from bokeh.layouts import column
+from bokeh.models import (
+    ColumnDataSource,
+    HoverTool,
+    LinearScale,
+    LogTicker,
+    NumeralTickFormatter,
+    PrintfTickFormatter,
+    Range1d,
+    Span,
+)
 from bokeh.plotting import figure
 
-from steadfast.analysis.report.course import Course
+from steadfast.analysis.report.course import METRIC, Course, Curve, Trace
 from steadfast.run.events import AttemptStarted
 from steadfast.telemetry.goodput import CATEGORIES, Account
 from steadfast.telemetry.interruptions import Interruption
@@ -49,6 +59,7 @@ COLORS = dict(
 )
 _MOST_BARS = 40
 _MARKS = {"failure": _RED, "resize": _SKY, "restart": _PURPLE}
+_FOOT = 0.02  # height of the marks above the axis, as a share of the plot
 
 
 class Drawing(NamedTuple):
@@ -62,38 +73,74 @@ class Drawing(NamedTuple):
 
 
 def losses(course: Course) -> Drawing:
-    """Draw loss, validation loss and interruptions by step."""
-    plot = _plot("step", "loss")
-    _line(plot, _points(course.figures.steps, course.figures.column("loss")), _BLUE, "training")
-    held_out = course.validations
-    # Validations are far apart. A line alone would not show where they are, nor a single one at all.
-    _line(plot, _points(held_out.steps, held_out.column("loss")), _ORANGE, "validation", marked=True)
-    marks = _mark(plot, course, course.figures.column("loss"))
-    return Drawing(plot, {"training": _BLUE, "validation": _ORANGE, **marks})
+    """Draw the loss of every step, validation loss and interruptions, on a linear and on a logarithmic axis."""
+    training = _trace(course.losses())
+    validation = _points(course.validations, "loss")
+    plots = _both_scales()
+    legend: dict[str, str] = {}
+    for plot in plots.children:
+        legend |= _smoothed(plot, training, _BLUE, "training")
+        legend |= _line(plot, validation, _ORANGE, "validation", marked=True)
+        legend |= _mark(plot, course)
+    return Drawing(plots, legend)
+
+
+def losses_of(courses: Mapping[str, Course]) -> Drawing:
+    """Draw the losses of several runs by name, with validation losses as dots."""
+    plots = _both_scales()
+    legend: dict[str, str] = {}
+    for index, (name, course) in enumerate(courses.items()):
+        color = _NODES[index % len(_NODES)]
+        training = _trace(course.losses())
+        validation = _points(course.validations, "loss")
+        for plot in plots.children:
+            legend |= _smoothed(plot, training, color, name)
+            _line(plot, validation, color, f"{name}, validation", marked=True)
+    return Drawing(plots, legend)
+
+
+def metric(course: Course, name: str) -> Drawing:
+    """Draw a metric of training and of validation by step."""
+    plot = _plot("step", name)
+    legend = _line(plot, _points(course.figures, METRIC + name), _BLUE, "training")
+    legend |= _line(plot, _points(course.validations, name), _ORANGE, "validation", marked=True)
+    return Drawing(plot, legend | _mark(plot, course))
+
+
+def figure_of(course: Course, name: str, label: str) -> Drawing:
+    """Draw one figure of the log steps."""
+    plot = _plot("step", label)
+    # By default small numbers, such as learning rates, would be labelled like 3.000e-3.
+    plot.yaxis.formatter = PrintfTickFormatter(format="%.4g")
+    legend = _line(plot, _points(course.figures, name), _BLUE, label)
+    return Drawing(plot, legend | _mark(plot, course))
 
 
 def step_times(course: Course) -> Drawing:
     """Draw the median step time and the time waiting for data by step."""
     plot = _plot("step", "ms a step")
-    _line(plot, _points(course.figures.steps, course.figures.column("step_ms")), _BLUE, "step")
+    legend = _line(plot, _points(course.figures, "step_ms"), _BLUE, "step")
     waits_ms = []
     for row in course.figures.rows:
         # A line of metrics has the wait as a share of the step's time.
         waits_ms.append(row.get("data_wait", 0.0) * row.get("step_ms", 0.0))
-    _line(plot, _points(course.figures.steps, waits_ms), COLORS["data wait"], "data wait")
-    marks = _mark(plot, course, course.figures.column("step_ms"))
+    waits = ColumnDataSource({"step": course.figures.steps, "value": waits_ms})
+    legend |= _line(plot, waits, COLORS["data wait"], "data wait")
     plot.y_range.start = 0
-    return Drawing(plot, {"step": _BLUE, "data wait": COLORS["data wait"], **marks})
+    return Drawing(plot, legend | _mark(plot, course))
 
 
 def worlds(course: Course) -> Drawing:
-    """Draw the number of workers on each node over time."""
-    unit_s, unit = time_unit(course)
-    began_s = course.ledger.accounts[0].began_s
+    """Draw the number of workers on each node, from the first step on."""
+    accounts = [account for account in course.ledger.accounts if account.attempt]
+    # The start of the command takes a minute on a loaded machine, and would dwarf a short run.
+    began_s = min((account.steps_from_s for account in accounts), default=0.0)
+    ended_s = max((account.ended_s for account in accounts), default=0.0)
+    unit_s, unit = time_unit(ended_s - began_s)
     started = course.starts()
     colors: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
-    for account in course.ledger.accounts:
+    for account in accounts:
         start = started.get(account.attempt)
         bottom = 0
         for node, count in _nodes(start, account).items():
@@ -111,7 +158,7 @@ def worlds(course: Course) -> Drawing:
                 }
             )
             bottom += count
-    plot = _plot(unit, "workers")
+    plot = _plot(f"{unit} since the first step began", "workers")
     sides = ("left", "right", "top", "bottom")
     source = _source(rows, *sides, "color")
     quads = plot.quad(*sides, fill_color="color", line_color=None, fill_alpha=0.9, source=source)
@@ -149,14 +196,14 @@ def time_of_ranks(course: Course) -> Drawing:
     # More labels side by side would overlap.
     plot.xaxis.major_label_orientation = "horizontal" if len(groups) <= 12 else "vertical"
     plot.yaxis.formatter = NumeralTickFormatter(format="0.[0]a")
-    return Drawing(plot, {})
+    used = {row["category"] for row in rows}
+    return Drawing(plot, {category: color for category, color in COLORS.items() if category in used})
 
 
-def time_unit(course: Course) -> tuple[float, str]:
-    """Return the seconds and name of a time unit for the run's length."""
-    wall_s = course.ledger.accounts[-1].ended_s - course.ledger.accounts[0].began_s
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return the length in seconds and the name of a time unit for an axis of this length."""
     for unit_s, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
-        if wall_s > 2 * unit_s:
+        if seconds > 2 * unit_s:
             return unit_s, unit
     return 1.0, "seconds"
 
@@ -186,6 +233,16 @@ def _plot(x: str, y: str, **options: Any) -> Any:
     return plot
 
 
+def _both_scales() -> Any:
+    """Return two plots of losses, of which the page shows one: its axis is linear or logarithmic."""
+    linear = _plot("step", "loss", name="linear")
+    logarithmic = _plot("step", "loss", name="log", y_axis_type="log", x_range=linear.x_range)
+    # A loss often stays within a factor of ten, where powers of ten alone would give an axis of one label.
+    logarithmic.yaxis.ticker = LogTicker(mantissas=[1, 2, 5])
+    logarithmic.yaxis.formatter = PrintfTickFormatter(format="%.4g")
+    return column(linear, logarithmic, sizing_mode="stretch_width")
+
+
 def _source(rows: Sequence[dict[str, Any]], *drawn: str) -> ColumnDataSource:
     """Return the columns of `rows`, or empty columns named `drawn` without rows."""
     # Bokeh reports a missing column of a plot as an error.
@@ -196,30 +253,51 @@ def _source(rows: Sequence[dict[str, Any]], *drawn: str) -> ColumnDataSource:
     return ColumnDataSource(columns)
 
 
-def _points(steps: Sequence[int], values: Sequence[float]) -> ColumnDataSource:
-    return ColumnDataSource({"step": steps, "value": values})
+def _points(curve: Curve, name: str) -> ColumnDataSource:
+    return ColumnDataSource({"step": curve.steps, "value": curve.column(name)})
 
 
-def _line(plot: Any, source: ColumnDataSource, color: str, label: str, marked: bool = False) -> None:
-    """Draw the columns `step` and `value`."""
+def _trace(trace: Trace) -> ColumnDataSource:
+    # The script of the page computes the column `smooth`, and finds the source by its name.
+    columns = {"step": trace.steps, "value": trace.values, "mean": trace.means, "smooth": trace.means}
+    return ColumnDataSource(columns, name="smoothed")
+
+
+def _smoothed(plot: Any, source: ColumnDataSource, color: str, label: str) -> dict[str, str]:
+    """Draw a trace, with its smoothed line above. Return the legend, which is empty without points."""
+    if not source.data["step"]:
+        return {}
+    plot.line("step", "value", color=color, line_width=1, line_alpha=0.35, source=source)
+    drawn = plot.line("step", "smooth", color=color, line_width=2, source=source)
+    tooltips = [("step", "@step"), (label, "@value{%.4g}"), ("smoothed", "@smooth{%.4g}")]
+    _hover(plot, [drawn], tooltips, mode="vline")
+    return {label: color}
+
+
+def _line(plot: Any, source: ColumnDataSource, color: str, label: str, marked: bool = False) -> dict[str, str]:
+    """Draw the columns `step` and `value`. Return the legend, which is empty without values."""
+    if not any(map(math.isfinite, source.data["value"])):
+        return {}
     drawn = plot.line("step", "value", color=color, line_width=2, source=source)
     if marked:
-        # Only one of both drawings has tooltips. Otherwise each point would show two.
+        # Validations are far apart. A line alone would not show where they are, nor a single one at all. Only one of
+        # both drawings has tooltips. Otherwise each point would show two.
         drawn = plot.scatter("step", "value", color=color, size=7, source=source)
     # A line is too thin to hit with the pointer, so the pointer's step alone counts.
-    _hover(plot, [drawn], [("step", "@step"), (label, "@value{0.0000}")], mode="vline")
+    _hover(plot, [drawn], [("step", "@step"), (label, "@value{%.4g}")], mode="vline")
+    return {label: color}
 
 
 def _hover(plot: Any, drawn: list[Any], tooltips: list[tuple[str, str]], mode: str = "mouse") -> None:
-    plot.add_tools(HoverTool(renderers=drawn, tooltips=tooltips, mode=mode, visible=False))
+    # The numeral format, which is the default, shows a learning rate of 1e-5 as 0.
+    formatters = {"@value": "printf", "@smooth": "printf"}
+    plot.add_tools(HoverTool(renderers=drawn, tooltips=tooltips, formatters=formatters, mode=mode, visible=False))
 
 
-def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
+def _mark(plot: Any, course: Course) -> dict[str, str]:
     """Mark each interruption by a line, with details at its foot. Return the legend."""
     rows: list[dict[str, Any]] = []
     kinds = set()
-    # A loss may be NaN or infinite, and a mark at such a height would not be drawn.
-    lowest = min(filter(math.isfinite, values), default=0.0)
     for each in course.interruptions:
         if each.step is None:  # no other attempt has finished a step yet
             continue
@@ -227,11 +305,17 @@ def _mark(plot: Any, course: Course, values: Iterable[float]) -> dict[str, str]:
         mark = Span(location=each.step, dimension="height", line_color=color, line_dash="dotted", line_width=2)
         plot.add_layout(mark)
         # The message of an exception may have pages.
-        told = {"step": each.step, "y": lowest, "color": color, "kind": each.kind, "cause": each.cause[:200]}
+        told = {"step": each.step, "y": _FOOT, "color": color, "kind": each.kind, "cause": each.cause[:200]}
         kinds.add(each.kind)
         rows.append({**told, "source": each.source, "lost_steps": each.lost_steps, "lost_s": each.lost_s})
     if rows:
-        signs = plot.scatter("step", "y", size=11, marker="inverted_triangle", color="color", source=_source(rows))
+        # A range of their own puts the marks on the axis, whatever the values and the scale of the plot are.
+        if plot.renderers:
+            plot.y_range.renderers = list(plot.renderers)
+        plot.extra_y_ranges = {"marks": Range1d(0, 1)}
+        plot.extra_y_scales = {"marks": LinearScale()}
+        sign = {"size": 11, "marker": "inverted_triangle", "color": "color", "y_range_name": "marks"}
+        signs = plot.scatter("step", "y", source=_source(rows), **sign)
         tooltips = [("", "@kind at step @step"), ("why", "@cause"), ("restored from", "@source")]
         _hover(plot, [signs], [*tooltips, ("steps lost", "@lost_steps"), ("seconds lost", "@lost_s{0.0}")])
     legend: dict[str, str] = {}

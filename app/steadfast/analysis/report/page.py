@@ -1,16 +1,14 @@
-"""Build the HTML page of the report.
+"""Build the HTML page of a run's report.
 
-The page loads no other file, and every text of the run is escaped.
+Every text of the run is escaped.
 """
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
-from importlib.resources import files
-from string import Template
 
-from steadfast.analysis.report import figures
+from steadfast.analysis.report import figures, html
 from steadfast.analysis.report.course import Course
 from steadfast.config import dump_config
 from steadfast.errors import SteadfastError
@@ -21,107 +19,117 @@ from steadfast.telemetry.interruptions import Interruption
 from steadfast.units import compact, duration, node_name, number, plural
 
 _MOST_ROWS = 200
-_MARKED = "Dotted lines: the step from which the run continued after a failure, a resize or another command."
+_MOST_METRICS = 24
+_MOST_RANKS = 32
+_MOST_TILES = 4  # figures of the newest validation among the tiles
+_SHORT_S = 300.0  # In a shorter run start-up takes a share of the time that says nothing about longer runs.
+_NO_TIME_S = 0.05  # less would be shown as 0.0 s
+_LOSSES = (
+    "The loss of every step. Dotted lines: the step from which the run continued after a failure, a resize or another "
+    "command."
+)
 _RANKS_EXPLAINED = (
     "Time that each rank spends by itself in a step, and how often the other ranks waited longest for it. Only runs on "
     "Ray measure this, by heartbeats. Below: ranks that cost the other ranks a tenth of every step or more."
 )
-_MOST_RANKS = 32
 
 
 def page_of(course: Course) -> str:
     """Return the HTML of the report."""
-    from bokeh.embed import json_item
-    from bokeh.resources import Resources
-
-    drawings = {
-        "losses": figures.losses(course),
+    metrics = course.metrics()[:_MOST_METRICS]
+    # A plot's name is the id of its element, so texts of the run are no part of it.
+    drawings = {"losses": figures.losses(course)}
+    for index, name in enumerate(metrics):
+        drawings[f"metric-{index}"] = figures.metric(course, name)
+    drawings |= {
+        "rate": figures.figure_of(course, "lr", "learning rate"),
+        "norm": figures.figure_of(course, "grad_norm", "gradient norm"),
         "worlds": figures.worlds(course),
         "steps": figures.step_times(course),
         "time": figures.time_of_ranks(course),
     }
-    items = []
-    plots = {}
+    drawn, plots = {}, {}
     for name, drawing in drawings.items():
-        items.append(json_item(drawing.plot, name))
-        plots[name] = f'{_legend(drawing.legend)}<div id="{name}"></div>'
-    # The page embeds Bokeh's code, because a reader of the report may have no access to the network.
-    (bokeh,) = Resources("inline", components=["bokeh"]).js_raw[:1]
-    # A template with `$name` fits, because the braces of CSS and JavaScript would need escapes in a format string.
-    template = Template(files("steadfast.analysis.report").joinpath("page.html").read_text("utf-8"))
-    return template.substitute(
-        title=escape(course.directory.name),
-        bokeh=bokeh,
-        body="\n".join(_sections(course, plots)),
-        # A text of the run could contain "</script>" and close the element.
-        plots=json.dumps(items).replace("<", "\\u003c"),
-    )
+        # A run that ended early has no points for some plots, and a plot without points has no legend.
+        plots[name] = "<p>No figures yet.</p>"
+        if drawing.legend:
+            drawn[name] = drawing
+            plots[name] = html.plot(name, drawing, controls=name == "losses")
+    return html.document(course.directory.name, _sections(course, metrics, plots), drawn)
 
 
-def _sections(course: Course, plots: Mapping[str, str]) -> Iterable[str]:
-    """Yield the sections of the page.
+def _sections(course: Course, metrics: list[str], plots: Mapping[str, str]) -> Iterator[str]:
+    """Yield the parts of the page.
 
     Args:
         course: the data of the run.
+        metrics: names of the metrics that have a plot.
         plots: HTML of each plot with its legend, by the name of the plot.
     """
     yield _header(course)
-    yield _section("Loss", _MARKED, plots["losses"], kind="wide")
-    yield _section("Workers", "Number of workers on each node.", plots["worlds"])
-    yield _section("Step time", "Median time of the steps between two log lines.", plots["steps"])
-    yield _section("Use of time", _explained(course), _shares(course) + plots["time"], kind="wide")
-    yield _section("Cost of each interruption", "", _interruptions(course), kind="wide")
-    yield _section("Slow ranks", _RANKS_EXPLAINED, _rank_times(course) + _stragglers(course), kind="wide")
-    yield _section("Configuration", "", _text(_config(course)))
+    yield html.group("Training")
+    yield html.section("Loss", _LOSSES, plots["losses"], kind="wide")
+    for index, name in enumerate(metrics):
+        yield html.section(escape(name), "", plots[f"metric-{index}"])
+    yield html.section("Learning rate", "", plots["rate"])
+    yield html.section("Gradient norm", "Before clipping, at log steps.", plots["norm"])
+    yield html.group("Failures and time")
+    yield html.section("Cost of each interruption", "", _interruptions(course), kind="wide")
+    yield html.section("Use of time", _explained(course), _shares(course) + plots["time"], kind="wide")
+    yield html.section("Workers", "Number of workers on each node.", plots["worlds"])
+    yield html.section("Step time", "Median time of the steps between two log lines.", plots["steps"])
+    yield html.section("Slow ranks", _RANKS_EXPLAINED, _rank_times(course) + _stragglers(course), kind="wide")
+    yield html.group("Setup")
+    yield html.section("Configuration", "", html.preformatted(_config(course)))
     environment = read_json(course.directory.store, "environment.json") or {}
-    yield _section("Environment", "", _text(json.dumps(environment, indent=2)))
+    yield html.section("Environment", "", html.preformatted(json.dumps(environment, indent=2)))
 
 
 def _header(course: Course) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(course.ledger.accounts[0].began_s))
-    worth = goodput(course.totals)
-    summary = course.directory.summary() or {}
-    last_step, last_loss = 0, ""
-    if course.figures.steps:
-        last_step = course.figures.steps[-1]
-        last_loss = number(course.figures.column("loss")[-1])
-    tiles = {
-        # Without a summary the run has not finished, and the newest log line is closest to its last step.
-        "steps": str(summary.get("step", last_step)),
-        "last loss": last_loss,
-        "goodput": f"{worth['goodput']:.1%}",
-        "wall time": duration(worth["wall_s"]),
-        "attempts": str(len(course.totals.spans)),
-        "failures": str(sum(each.kind == "failure" for each in course.interruptions)),
-        "steps done again": str(course.totals.num_lost),
-        "samples": compact(course.totals.samples),
-    }
     shown = ""
-    for name, value in tiles.items():
-        if value:
-            shown += f"<div><b>{escape(value)}</b><span>{name}</span></div>"
-    told = f"{summary.get('status', 'not finished')} · began {began} · {course.directory.uri}"
+    for name, value in _tiles(course).items():
+        # The name may be that of a metric, which is a text of the run.
+        shown += f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>"
+    status = (course.directory.summary() or {}).get("status", "not finished")
+    told = f"{status} · began {began} · {course.directory.uri}"
     name = escape(course.directory.name)
-    return f'<header><h1>{name}</h1><p>{escape(told)}</p><div class="tiles">{shown}</div></header>'
+    tiles = f'<div class="tiles">{shown}</div>'
+    return f"<header><h1>{name}</h1><p>{escape(told)}</p>{tiles}<p>{_cost(course)}</p></header>"
 
 
-def _section(title: str, explained: str, content: str, kind: str = "") -> str:
-    told = f"<p>{explained}</p>" if explained else ""
-    return f'<section class="{kind}"><h2>{title}</h2>{told}{content}</section>'
+def _tiles(course: Course) -> dict[str, str]:
+    """Return the results of training, by name."""
+    tiles = {}
+    # Without a summary the run has not finished, and the newest log line is closest to its last step.
+    last_step = course.figures.steps[-1] if course.figures.steps else 0
+    tiles["steps"] = str((course.directory.summary() or {}).get("step", last_step))
+    if course.figures.steps:
+        tiles["training loss"] = number(course.figures.column("loss")[-1])
+    if course.validations.rows:
+        for name, value in list(course.validations.rows[-1].items())[:_MOST_TILES]:
+            tiles[f"validation {name}"] = number(value)
+    tiles["samples"] = compact(course.totals.samples)
+    tiles["wall time"] = duration(goodput(course.totals)["wall_s"])
+    return tiles
 
 
-def _legend(colors: Mapping[str, str]) -> str:
-    if not colors:
-        return ""
-    keys = ""
-    for label, color in colors.items():
-        # A label may be the name of a node, which is a text of the run.
-        keys += f"<span>{_key(color)}{escape(label)}</span>"
-    return f'<div class="legend">{keys}</div>'
-
-
-def _key(color: str) -> str:
-    return f'<i class="key" style="background:{color}"></i>'
+def _cost(course: Course) -> str:
+    """Return a line with the cost of failures and starts."""
+    worth = goodput(course.totals)
+    start_up_s = sum(account.seconds.get("start-up", 0.0) for account in course.ledger.accounts)
+    parts = [f"goodput {worth['goodput']:.1%}"]
+    if worth["wall_s"] < _SHORT_S:
+        parts = [f"start-up {start_up_s:.0f} s", f"training {course.totals.productive_s:.0f} s"]
+    for kind in ("failure", "resize", "restart"):
+        count = sum(each.kind == kind for each in course.interruptions)
+        if count:
+            parts.append(plural(count, kind))
+    if course.interruptions:
+        parts.append(f"{plural(course.totals.num_lost, 'step')} done again")
+    else:
+        parts.append("not interrupted")
+    return " · ".join(parts)
 
 
 def _explained(course: Course) -> str:
@@ -134,25 +142,30 @@ def _shares(course: Course) -> str:
     rank_s = course.ledger.rank_s()
     # Without any time the shares are 0, instead of a division by 0.
     total_s = sum(rank_s.values()) or 1.0
-    parts, rows = [], []
+    parts, rows, absent = "", [], []
     for category, seconds in rank_s.items():
+        if seconds < _NO_TIME_S:
+            absent.append(category)
+            continue
         color = figures.COLORS[category]
-        share = f"{seconds / total_s:.1%}"
         # The browser computes the widths of the segments from the seconds.
-        parts.append(f'<span style="background:{color};flex:{seconds:.3f}" title="{category}"></span>')
-        row = [_cell(_key(color) + category, "key"), *_numbers(f"{seconds:,.1f} s", share)]
-        rows.append([*row, _cell(CATEGORIES[category], "meaning")])
-    heads = [("", ""), ("time of ranks", "number"), ("share", "number"), ("", "meaning")]
-    return f'<div class="bar">{"".join(parts)}</div>{_table(heads, rows)}'
+        parts += f'<span style="background:{color};flex:{seconds:.3f}" title="{category}"></span>'
+        share = f"{seconds / total_s:.1%}"
+        rows.append([html.key(color) + category, f"{seconds:,.1f} s", share, CATEGORIES[category]])
+    heads = [("", "key"), ("time of ranks", "number"), ("share", "number"), ("", "meaning")]
+    shown = f'<div class="bar">{parts}</div>{html.table(heads, rows, kind="lines")}'
+    if absent:
+        shown += f"<p>No time: {', '.join(absent)}.</p>"
+    return shown
 
 
 def _interruptions(course: Course) -> str:
     rows = list(map(_interruption, course.interruptions[:_MOST_ROWS]))
     if not rows:
         return "<p>The run was not interrupted.</p>"
-    heads = [("", ""), ("at step", "number"), ("workers", "number"), ("why", ""), ("restored from", "")]
+    heads = [("", "key"), ("at step", "number"), ("workers", "number"), ("why", "text"), ("restored from", "")]
     heads += [("detected in", "number"), ("back in", "number"), ("steps lost", "number"), ("time lost", "number")]
-    return _table(heads, rows)
+    return html.table(heads, rows)
 
 
 def _interruption(each: Interruption) -> list[str]:
@@ -170,10 +183,19 @@ def _interruption(each: Interruption) -> list[str]:
     lost = "not back yet"
     if each.attempt:
         lost_steps, lost = str(each.lost_steps), f"{each.lost_s:.1f} s"
-    row = [_cell(_key(figures.color_of(each)) + each.kind, "key"), *_numbers(step, workers)]
     # The message of an exception may have pages.
-    row += [_cell(escape(each.cause[:300]), "text"), _cell(escape(each.source))]
-    return row + _numbers(detected, back, lost_steps, lost)
+    cause, source = escape(each.cause[:300]), escape(each.source)
+    return [
+        html.key(figures.color_of(each)) + each.kind,
+        step,
+        workers,
+        cause,
+        source,
+        detected,
+        back,
+        lost_steps,
+        lost,
+    ]
 
 
 def _rank_times(course: Course) -> str:
@@ -184,12 +206,12 @@ def _rank_times(course: Course) -> str:
     rows = []
     for rank in sorted(ranks, key=lambda each: -each.last)[:_MOST_RANKS]:
         row = [str(rank.attempt), str(rank.rank), f"{rank.own_ms:.3g} ms", f"{rank.of_median:.2f}", f"{rank.last:.0%}"]
-        rows.append([*_numbers(*row), _cell(escape(node_name(rank.node))), _cell(escape(rank.gpu))])
+        rows.append([*row, escape(node_name(rank.node)), escape(rank.gpu)])
     heads = [("attempt", "number"), ("rank", "number"), ("by itself", "number"), ("of the median", "number")]
-    table = _table([*heads, ("last in", "number"), ("node", ""), ("GPU", "")], rows)
+    shown = html.table([*heads, ("last in", "number"), ("node", ""), ("GPU", "")], rows)
     if len(ranks) > _MOST_RANKS:
-        table += f"<p>And {len(ranks) - _MOST_RANKS} more ranks.</p>"
-    return table
+        shown += f"<p>And {len(ranks) - _MOST_RANKS} more ranks.</p>"
+    return shown
 
 
 def _stragglers(course: Course) -> str:
@@ -202,28 +224,10 @@ def _stragglers(course: Course) -> str:
     rows = []
     slowest = sorted(found.items(), key=lambda each: -max(each[1]))
     for (rank, member, phase), shares in slowest[:_MOST_ROWS]:
-        row = [_cell(str(rank), "number"), _cell(escape(member)), _cell(escape(phase))]
-        rows.append([*row, *_numbers(f"{max(shares):.0%}", plural(len(shares), "time"))])
+        row = [str(rank), escape(member), escape(phase), f"{max(shares):.0%}", plural(len(shares), "time")]
+        rows.append(row)
     heads = [("rank", "number"), ("worker", ""), ("slow in", ""), ("of a step, at most", "number"), ("told", "number")]
-    return _table(heads, rows)
-
-
-def _cell(content: str, kind: str = "") -> str:
-    return f'<td class="{kind}">{content}</td>' if kind else f"<td>{content}</td>"
-
-
-def _numbers(*values: str) -> list[str]:
-    """Return the cells of neighbouring columns of numbers."""
-    return [_cell(value, "number") for value in values]
-
-
-def _table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    head = body = ""
-    for title, kind in heads:
-        head += f'<th class="{kind}">{title}</th>'
-    for row in rows:
-        body += f"<tr>{''.join(row)}</tr>"
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return html.table(heads, rows)
 
 
 def _config(course: Course) -> str:
@@ -233,7 +237,3 @@ def _config(course: Course) -> str:
     except SteadfastError as error:
         return str(error)
     return dump_config(config) if config else ""
-
-
-def _text(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"

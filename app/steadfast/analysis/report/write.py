@@ -49,6 +49,6 @@ def _report(directory: RunDirectory, say: Callable[[str], object]) -> None:
     # The last line shows the length of the ledger without reading all of it.
     num_steps = directory.last_step()
     if num_steps > _MOST_STEPS:
-        say(f"no {REPORT} is written automatically for {num_steps} steps; main.py report {directory.uri} writes it")
+        say(f"no {REPORT} is written automatically for {num_steps} steps; steadfast report {directory.uri} writes it")
     elif num_steps:
         say(f"report      {write_report(directory)}")

@@ -4,6 +4,7 @@ tests/cluster/test_internals.py tests each use, so that it fails first when a ne
 """
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,16 @@ def silence_raylet() -> None:
     """Suppress the raylet's messages, which `log_to_driver=False` still prints."""
     # The run reports the important events itself. Ray's log files contain all messages.
     worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextlib.contextmanager
+def restored_functions() -> Iterator[None]:
+    """Undo `silence_raylet` and `keep_sigterm_handler` after the context."""
+    stock = worker.print_to_stdstream, utils.set_sigterm_handler
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream, utils.set_sigterm_handler = stock
 
 
 def keep_sigterm_handler() -> None:
@@ -130,6 +141,8 @@ def remember_head(cluster: dict[str, Any]) -> None:
         cluster: parsed cluster file with `provider.type: local`.
     """
     # Ray records the head only on the machine on which `ray up` was called.
+    from ray.autoscaler._private.local import node_provider
     from ray.autoscaler._private.local.node_provider import LocalNodeProvider, record_local_head_state_if_needed
 
+    node_provider.logger.setLevel(logging.WARNING)  # a line for each read and write of the record, before the output
     record_local_head_state_if_needed(LocalNodeProvider(cluster["provider"], cluster["cluster_name"]))

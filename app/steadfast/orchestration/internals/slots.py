@@ -9,6 +9,8 @@ actor, waits for the actor's death, and requests another actor.
 # these changes as a failure of the run.
 import contextlib
 import inspect
+import io
+import pickle
 import queue
 import threading
 import time
@@ -339,15 +341,37 @@ class InlineFunction:
 
     The function is sent with each call. When an agent of an embedded Ray dies, the raylet leaves the cluster and ends.
     Ray's client then tries to restore each object that this process has put into the store, finds no store, and ends
-    the process. So the command must not put any object into the store.
+    the process. So the command must not put any object into the store. A program that calls `fit` has to, if its
+    objects are large.
     """
 
     def __init__(self, stored: ObjectRefWrapper[Any]) -> None:
-        self._pickled = ray.cloudpickle.dumps(stored.get())
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(stored.get())
+        self._pickled = buffer.getvalue()
+        self._references = pickler.references
         stored._ref = None  # this was the last reference, so the store deletes the function
 
     def get(self) -> Any:
-        return ray.cloudpickle.loads(self._pickled)
+        unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
+        unpickler.persistent_load = self._references.__getitem__  # type: ignore[method-assign]
+        return unpickler.load()
+
+
+class _Pickler(ray.cloudpickle.Pickler):
+    """Pickler that leaves references to objects in Ray's store out, for Ray to count."""
+
+    # Ray would keep the object of a reference inside of other bytes until this process ends.
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.references: list[ray.ObjectRef] = []
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, ray.ObjectRef):
+            return None
+        self.references.append(value)
+        return len(self.references) - 1
 
 
 @contextlib.contextmanager

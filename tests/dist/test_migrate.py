@@ -1,0 +1,119 @@
+"""The programs of docs/migrate: another trainer's and that for Steadfast train to the same loss."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import tests.examples.operators  # noqa: F401 - before transformers
+from steadfast import Config, fit
+from tests.support.command import ROOT, STANDALONE
+
+PROGRAMS = ROOT / "tests/examples/migrate"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Enter the folder in which a program writes its run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(name: str, **environment: str) -> dict[str, Any]:
+    """Run a program in this process and return its variables."""
+    with mock.patch.dict(os.environ, environment):
+        return runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
+
+
+def printed(output: str) -> list[float]:
+    """Return the losses that a program prints at its end."""
+    # Two ranks may print on one line. Losses of the console have fewer digits.
+    return [float(found) for found in re.findall(r"loss (\d+\.\d{6})", output)]
+
+
+def free_port() -> str:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return str(listening.getsockname()[1])
+
+
+def test_a_ddp_script_and_fit_under_torchrun_train_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    run("ddp_before", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    (expected,) = printed(capsys.readouterr().out)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "app")}
+    words = [sys.executable, *STANDALONE, str(PROGRAMS / "ddp_after.py")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert printed(done.stdout) == pytest.approx([expected, expected], abs=1e-4)
+
+
+def test_fit_ends_with_the_figures_of_lightning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning is not installed here: the figures are those that Lightning 2.6.6 reports for lightning_before.py."""
+    metrics = run("lightning_after")["result"].summary["metrics"]
+    assert metrics == pytest.approx({"loss": 0.5003, "accuracy": 0.8659}, abs=1e-4)
+    assert "\n72 0.82375" in capsys.readouterr().out  # from the callback
+
+
+def test_a_loop_with_accelerate_and_fit_train_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    run("accelerate_before")
+    run("accelerate_after")
+    before, after = printed(capsys.readouterr().out)
+    assert after == pytest.approx(before, abs=1e-4)
+
+
+def test_the_trainer_of_hugging_face_and_fit_train_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved: list[Any] = []
+    for name in ("hugging_face_before", "hugging_face_after"):
+        model = run(name)["model"]
+        saved.append(type(model).from_pretrained(folder / "gpt2/final").state_dict())
+    before, after = printed(capsys.readouterr().out)
+    assert after == pytest.approx(before, abs=1e-4)
+    torch.testing.assert_close(saved[1], saved[0], rtol=0, atol=1e-3)
+
+
+def test_a_loop_of_ray_train_and_the_configuration_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    train = runpy.run_path(str(PROGRAMS / "ray_before.py"))["train"]
+    before = TorchTrainer(train, scaling_config=ScalingConfig(num_workers=0)).fit().metrics  # in this process
+    monkeypatch.syspath_prepend(PROGRAMS)
+    after = fit(PROGRAMS / "ray_after.yaml").summary["metrics"]
+    assert after["loss"] == pytest.approx(before["loss"], abs=1e-4)
+
+
+def test_the_configuration_of_the_page_of_defaults_is_a_plain_loop() -> None:
+    block = (ROOT / "docs/defaults.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    pixels, labels = load_digits(return_X_y=True)
+    dataset = TensorDataset(torch.tensor(pixels / 16).float()[:1536], torch.tensor(labels)[:1536])
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    config = Config.model_validate(yaml.safe_load(block))
+    trained = fit(config, model=build(), dataset=dataset).model
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for _ in range(3):
+        for inputs, targets in torch.utils.data.DataLoader(dataset, batch_size=64):
+            optimizer.zero_grad()
+            cross_entropy(plain(inputs), targets).backward()
+            optimizer.step()
+    assert trained is not None
+    torch.testing.assert_close(trained.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)

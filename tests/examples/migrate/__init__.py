@@ -1,0 +1,1 @@
+"""Programs of docs/migrate: each for another trainer, and for Steadfast."""
