@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -17,6 +18,7 @@ import torch.distributed as dist
 PRELOADED = ["__main__", "steadfast.worker", "tests.support.drill", "tests.support.stepping", "torch._dynamo"]
 _GONE = "gone"
 LAST_WORDS_S = 5.0  # for the others to say what they saw of a failure, and for all to leave, before they are killed
+_STUCK_S = 150.0  # after which a process prints its stacks; most tests have a limit of 180 s
 
 
 class Member(NamedTuple):
@@ -128,7 +130,10 @@ def _live(
             task, args = line.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(_STUCK_S)
         try:
             line.send(Said(task(member, *args)))
         except Exception:
             line.send(Said(None, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
