@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -37,7 +38,17 @@ PARALLEL = {
     "fsdp by class": "{kind: fsdp, wrap: [Linear], reduce_every_microbatch: true, prefetch: 1}",
     "stages": "{kind: pipeline, stages: 2}",
 }
-KINDS = pytest.mark.parametrize("kind", PARALLEL)
+RARE = ("fsdp by size", "hsdp gathered once", "fsdp offloaded", "fsdp by class")
+
+
+def kinds_of(*left_out: str) -> list[Any]:
+    """Return the kinds of parallelism, of which rare ones are for the slow tests."""
+    return [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in RARE else kind for kind in PARALLEL if kind not in left_out
+    ]
+
+
+KINDS = pytest.mark.parametrize("kind", kinds_of())
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +175,7 @@ def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
     check_steps(steps(cut, even_shares(-(-13 // microbatch_size), 3)), reference(whole))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PARALLEL if kind != "torch"])
+@pytest.mark.parametrize("kind", kinds_of("torch"))
 def test_logits_in_chunks_give_the_steps_of_all_of_them(steps: Steps, kind: str) -> None:
     overrides = [f"parallel={PARALLEL[kind]}", "run.steps=3"]
     chunked = small(NOWHERE, *overrides, "task.chunk_tokens=5")
