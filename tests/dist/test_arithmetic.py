@@ -44,7 +44,9 @@ RARE = ("fsdp by size", "hsdp gathered once", "fsdp offloaded", "fsdp by class")
 def kinds_of(*left_out: str) -> list[Any]:
     """Return the kinds of parallelism, of which rare ones are for the slow tests."""
     return [
-        pytest.param(kind, marks=pytest.mark.slow) if kind in RARE else kind for kind in PARALLEL if kind not in left_out
+        pytest.param(kind, marks=pytest.mark.slow) if kind in RARE else kind
+        for kind in PARALLEL
+        if kind not in left_out
     ]
 
 
