@@ -50,10 +50,10 @@ def steps() -> Iterator[Steps]:
 
 def of_whole_replicas(config: Config, shares: Shares) -> Shares:
     """Add a worker without a share where they are too few, or join the last shares where their stages are too many."""
-    most = NUM_WORKERS // config.parallel.num_stages
+    most = NUM_WORKERS // config.parallel.ranks_per_sample
     shares = (*shares[: most - 1], sum(shares[most - 1 :])) if len(shares) > most else shares
     size = len(shares)
-    return shares + (0,) * (-size % (config.parallel.replica_size(size) // config.parallel.num_stages))
+    return shares + (0,) * (-size % (config.parallel.replica_size(size) // config.parallel.ranks_per_sample))
 
 
 @st.composite

@@ -158,7 +158,7 @@ def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[s
     if 2 * warmup_steps > num_steps:
         yield f"schedule.warmup_steps {warmup_steps} is more than half of the run's {plural(num_steps, 'step')}"
     smallest, largest = config.scaling.num_workers
-    useful = config.batch.num_microbatches * config.parallel.num_stages
+    useful = config.batch.num_microbatches * config.parallel.ranks_per_sample
     if largest > useful:
         yield f"only {useful} of up to {largest} workers have work; lower batch.microbatch_size or scaling.num_workers"
     every = config.checkpoint.every
