@@ -94,7 +94,7 @@ class World:
             "tensor": self.tensor_size,
         }
         ranks = torch.arange(self.size).view(*sizes.values())
-        lines: list[list[int]] = ranks.movedim(list(sizes).index(axis), -1).flatten(0, 1).tolist()
+        lines: list[list[int]] = ranks.movedim(list(sizes).index(axis), -1).flatten(0, 2).tolist()
         return lines
 
     @property
