@@ -227,10 +227,10 @@ class _Probe:
         for other in pytree.tree_leaves((args[1:], kwargs)):
             if isinstance(other, Tensor) and other.requires_grad:
                 self._refuse(f"its layer {name} takes a second argument that depends on trained parameters")
-        reached = reached(args[0])
+        used = reached(args[0])
         if self._output is None:
-            self._before = reached
-        elif reached != {self._output}:
+            self._before = used
+        elif used != {self._output}:
             self._refuse(f"the input of its layer {name} is not computed from the output of the layer before it alone")
         elif self._drawn != self._draws():
             self._refuse(f"random numbers are drawn between its layers, before {name}")
