@@ -205,6 +205,29 @@ def test_stages_and_replicas_give_the_steps_of_one_process(
     check_steps(steps(config, shares), twenty_of_four_layers)
 
 
+@pytest.fixture(scope="module")
+def twenty_with_whole_heads() -> Reference:
+    return reference(small(NOWHERE, "model.attention_dropout=0", "run.steps=20"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares", "checkpointing"),
+    [
+        ("shard_size: 1", (7,), "none"),
+        ("shard_size: 1", (6, 1), "full"),
+        ("reduce_every_microbatch: true", (3, 2, 2), "none"),  # three shards of each part
+        pytest.param("reshard_after_forward: false", (4, 3), "selective", marks=pytest.mark.slow),
+        pytest.param("wrap: [Linear]", (4, 3), "full", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(
+    steps: Steps, layout: str, shares: Shares, checkpointing: str, twenty_with_whole_heads: Reference
+) -> None:
+    words = ["model.attention_dropout=0", f"memory.activation_checkpointing={checkpointing}", "run.steps=20"]
+    config = small(NOWHERE, f"parallel={{kind: fsdp, tensor_size: 2, {layout}}}", *words)
+    check_steps(steps(config, shares), twenty_with_whole_heads)
+
+
 def check_steps(found: Stepped, expected: Reference) -> None:
     check_equal(found.weights, expected.weights)
     assert found.losses == pytest.approx(expected.losses, abs=EQUAL)

@@ -214,8 +214,9 @@ class _Probe:
 
     def _enter_column(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if self._part is None and reached(args[0]) & self._open.keys():
-                self._refuse(f"its column {name} takes results of a column")
+            if self._part is None:
+                for result in reached(args[0]) & self._open.keys():
+                    self._refuse(f"the results of its column {self._open[result]} are used beyond a row, by {name}")
 
         return enter
 
@@ -302,5 +303,5 @@ def _alike(found: Tensor, expected: Tensor) -> bool:
     tolerance = _TOLERANCE
     if found.dtype in (torch.bfloat16, torch.float16):
         tolerance = 2e-2
-    limit = tolerance * float(expected.abs().max())
+    limit = tolerance * float(expected.detach().abs().max())
     return bool(((found - expected).abs() <= limit).all())
