@@ -53,7 +53,8 @@ def of_whole_replicas(config: Config, shares: Shares) -> Shares:
     most = NUM_WORKERS // config.parallel.ranks_per_sample
     shares = (*shares[: most - 1], sum(shares[most - 1 :])) if len(shares) > most else shares
     size = len(shares)
-    return shares + (0,) * (-size % (config.parallel.replica_size(size) // config.parallel.ranks_per_sample))
+    ranks_per_sample = config.parallel.ranks_per_sample
+    return shares + (0,) * (-size % (config.parallel.replica_size(size * ranks_per_sample) // ranks_per_sample))
 
 
 @st.composite
@@ -213,9 +214,9 @@ def twenty_with_whole_heads() -> Reference:
 @pytest.mark.parametrize(
     ("layout", "shares", "checkpointing"),
     [
-        ("shard_size: 1", (7,), "none"),
         ("shard_size: 1", (6, 1), "full"),
         ("reduce_every_microbatch: true", (3, 2, 2), "none"),  # three shards of each part
+        pytest.param("shard_size: 1", (7,), "none", marks=pytest.mark.slow),
         pytest.param("reshard_after_forward: false", (4, 3), "selective", marks=pytest.mark.slow),
         pytest.param("wrap: [Linear]", (4, 3), "full", marks=pytest.mark.slow),
     ],

@@ -88,7 +88,7 @@ def test_living_replicas_give_newcomers_their_state(
     assert run.told("restore", "source") == sources
 
 
-@OFTEN
+@SELDOM
 def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(words: Words, tmp_path: Path) -> None:
     words = (*words, "precision.kind=fp16", "hooks=[{kind: ema, decay: 0.5}]")
     resized = drill(small(tmp_path / NAMES[0], *words), worlds=[4, 4, 4], leave_after=[4, 4], patch=hold_still)
