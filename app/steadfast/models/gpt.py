@@ -26,7 +26,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # (batch, context, 3 * embed) -> three of (batch, heads, context, head)
-        query, key, value = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4).unbind()
+        query, key, value = (
+            self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4).unbind()
+        )
         # The functional form does not switch between training and evaluation by itself.
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)

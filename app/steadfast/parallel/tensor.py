@@ -1,9 +1,9 @@
 """Tensor parallel: the workers of a tensor group compute parts of the same linear layers.
 
 A layer of kind `column` is split by its outputs, and one of kind `row` by its inputs. Between both, a worker has some of
-the features (heads of an attention, or hidden units of an MLP), and computes with them as if there were no others. After
-the row the results of all workers are summed. One forward of the whole model on a few samples, and one for each part,
-show whether the model's own code allows this; a model for which it does not is refused.
+the features (heads of an attention, or hidden units of an MLP), and computes with these features as if there were no
+others. After the row the results of all workers are summed. One forward of the whole model on a few samples, and one for
+each part, show whether the model's own code allows this; any other model is refused.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _Probe:
             if name not in self._calls:
                 self._refuse(f"a forward does not run its layer {name}")
         for result in reached(loss) & self._open.keys():
-            self._refuse(f"the results of its column {self._open[result]} are used beyond a row; its plan lacks the row")
+            self._refuse(f"the results of its column {self._open[result]} are used beyond a row")
         for result in self._open.keys() - self._used:
             self._refuse(f"no row takes the results of its column {self._open[result]}")
 
