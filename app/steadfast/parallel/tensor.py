@@ -1,9 +1,9 @@
 """Tensor parallel: the workers of a tensor group compute parts of the same linear layers.
 
-A layer of kind `column` is split by its outputs, and one of kind `row` by its inputs. Between both, a worker has some of
-the features (heads of an attention, or hidden units of an MLP), and computes with these features as if there were no
-others. After the row the results of all workers are summed. One forward of the whole model on a few samples, and one for
-each part, show whether the model's own code allows this; any other model is refused.
+A layer of kind `column` is split by its outputs, and one of kind `row` by its inputs. Between both, a worker has some
+of the features (heads of an attention, or hidden units of an MLP), and computes with these features as if there were no
+others. After the row the results of all workers are summed. One forward of the whole model on a few samples, and one
+for each part, show whether the model's own code allows this; any other model is refused.
 """
 
 from __future__ import annotations
