@@ -212,20 +212,20 @@ def twenty_with_whole_heads() -> Reference:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shares", "checkpointing"),
+    ("layout", "shares", "checkpointing", "compiled"),
     [
-        ("shard_size: 1", (6, 1), "full"),
-        ("reduce_every_microbatch: true", (3, 2, 2), "none"),  # three shards of each part
-        pytest.param("shard_size: 1", (7,), "none", marks=pytest.mark.slow),
-        pytest.param("reshard_after_forward: false", (4, 3), "selective", marks=pytest.mark.slow),
-        pytest.param("wrap: [Linear]", (4, 3), "full", marks=pytest.mark.slow),
+        ("shard_size: 1", (6, 1), "full", "none"),
+        ("reduce_every_microbatch: true", (3, 2, 2), "none", "none"),  # three shards of each part
+        pytest.param("shard_size: 1", (7,), "none", "none", marks=pytest.mark.slow),
+        pytest.param("reshard_after_forward: false", (4, 3), "selective", "blocks", marks=pytest.mark.slow),
+        pytest.param("wrap: [Linear]", (4, 3), "full", "blocks", marks=pytest.mark.slow),
     ],
 )
 def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(
-    steps: Steps, layout: str, shares: Shares, checkpointing: str, twenty_with_whole_heads: Reference
+    steps: Steps, layout: str, shares: Shares, checkpointing: str, compiled: str, twenty_with_whole_heads: Reference
 ) -> None:
-    words = ["model.attention_dropout=0", f"memory.activation_checkpointing={checkpointing}", "run.steps=20"]
-    config = small(NOWHERE, f"parallel={{kind: fsdp, tensor_size: 2, {layout}}}", *words)
+    words = ["model.attention_dropout=0", f"memory.activation_checkpointing={checkpointing}", f"compile={compiled}"]
+    config = small(NOWHERE, f"parallel={{kind: fsdp, tensor_size: 2, {layout}}}", *words, "run.steps=20")
     check_steps(steps(config, shares), twenty_with_whole_heads)
 
 
