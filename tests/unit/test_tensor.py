@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F  # noqa: N812
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steadfast.config import GptConfig
 from steadfast.errors import ConfigError, UsageError
 from steadfast.models.gpt import Gpt
+from steadfast.parallel.dtensor import TENSOR_AXIS, is_split, local, offset_of, on_mesh_of
 from steadfast.parallel.tensor import examine_split, layers_of_plan
 from steadfast.tasks import Sums
 from steadfast.world.runtime import World
@@ -227,3 +234,35 @@ def test_ranks_of_a_tensor_group_read_the_same_samples_and_one_of_them_counts() 
     assert world.lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert world.lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert world.lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("replicas", [(False, True), (True, False), (True, True), (False, False)], ids=str)
+def test_parts_of_the_last_world_keep_their_places_with_any_number_of_replicas(
+    eight_ranks: None, replicas: tuple[bool, bool]
+) -> None:
+    """Of a layer split by outputs and sharded, and of the moments of it."""
+    held, like = (part_of_a_column(has_replicas) for has_replicas in replicas)
+    moved = on_mesh_of(held, like)
+    assert isinstance(moved, DTensor)
+    assert moved.placements == like.placements
+    assert offset_of(moved) == (6, 0)  # the second shard of the second part
+    assert local(moved).data_ptr() == local(held).data_ptr()
+    assert is_split(moved)
+
+
+def part_of_a_column(has_replicas: bool) -> DTensor:
+    """Return what rank 3 of 2 shards x 2 parts holds of a matrix of 8 rows."""
+    sizes, names = [2, 2], ["here", f"here{TENSOR_AXIS}"]
+    if has_replicas:
+        sizes, names = [2, *sizes], ["here-replicas", *names]
+    ranks = torch.arange(8)[: 2 ** len(sizes)].view(sizes)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names))
+    placements = [*[Replicate()] * has_replicas, _StridedShard(0, split_factor=2), Shard(0)]
+    return DTensor.from_local(torch.rand(2, 3), mesh, placements, run_check=False, shape=(8, 3), stride=(3, 1))
