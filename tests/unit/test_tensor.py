@@ -265,4 +265,6 @@ def part_of_a_column(has_replicas: bool) -> DTensor:
     ranks = torch.arange(8)[: 2 ** len(sizes)].view(sizes)
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names))
     placements = [*[Replicate()] * has_replicas, _StridedShard(0, split_factor=2), Shard(0)]
-    return DTensor.from_local(torch.rand(2, 3), mesh, placements, run_check=False, shape=(8, 3), stride=(3, 1))
+    return DTensor.from_local(
+        torch.rand(2, 3), mesh, placements, run_check=False, shape=torch.Size((8, 3)), stride=(3, 1)
+    )
