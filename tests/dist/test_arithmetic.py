@@ -63,10 +63,11 @@ def steps() -> Iterator[Steps]:
 
 def of_whole_replicas(config: Config, shares: Shares) -> Shares:
     """Add a worker without a share where they are too few, or join the last shares where their stages are too many."""
-    most = NUM_WORKERS // config.parallel.num_stages
+    most = NUM_WORKERS // config.parallel.ranks_per_sample
     shares = (*shares[: most - 1], sum(shares[most - 1 :])) if len(shares) > most else shares
     size = len(shares)
-    return shares + (0,) * (-size % (config.parallel.replica_size(size) // config.parallel.num_stages))
+    ranks_per_sample = config.parallel.ranks_per_sample
+    return shares + (0,) * (-size % (config.parallel.replica_size(size * ranks_per_sample) // ranks_per_sample))
 
 
 @st.composite
@@ -216,6 +217,29 @@ def test_stages_and_replicas_give_the_steps_of_one_process(
 ) -> None:
     config = small(NOWHERE, f"parallel={{kind: pipeline, {layout}, schedule: {schedule}}}", *LAYERS)
     check_steps(steps(config, shares), twenty_of_four_layers)
+
+
+@pytest.fixture(scope="module")
+def twenty_with_whole_heads() -> Reference:
+    return reference(small(NOWHERE, "model.attention_dropout=0", "run.steps=20"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares", "checkpointing", "compiled"),
+    [
+        ("shard_size: 1", (6, 1), "full", "none"),
+        ("reduce_every_microbatch: true", (3, 2, 2), "none", "none"),  # three shards of each part
+        pytest.param("shard_size: 1", (7,), "none", "none", marks=pytest.mark.slow),
+        pytest.param("reshard_after_forward: false", (4, 3), "selective", "blocks", marks=pytest.mark.slow),
+        pytest.param("wrap: [Linear]", (4, 3), "full", "blocks", marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(
+    steps: Steps, layout: str, shares: Shares, checkpointing: str, compiled: str, twenty_with_whole_heads: Reference
+) -> None:
+    words = ["model.attention_dropout=0", f"memory.activation_checkpointing={checkpointing}", f"compile={compiled}"]
+    config = small(NOWHERE, f"parallel={{kind: fsdp, tensor_size: 2, {layout}}}", *words, "run.steps=20")
+    check_steps(steps(config, shares), twenty_with_whole_heads)
 
 
 def check_steps(found: Stepped, expected: Reference) -> None:

@@ -18,10 +18,12 @@ from tests.support.small import small
 # So large that it overflows at once, and, divided by 1024 three times, again a few updates later.
 SCALE = "precision={kind: fp16, loss_scale: {initial: 1.0e+15, factor: 1024, window: 4}}"
 STEPS = 24
+TENSOR = "fsdp, tensor_size: 2"
 
 
 def config_of(storage: Path, kind: str, *overrides: str) -> Config:
-    return small(storage, SCALE, f"parallel.kind={kind}", f"run.steps={STEPS}", *overrides)
+    words = ["model.attention_dropout=0"] if kind == TENSOR else []
+    return small(storage, SCALE, f"parallel={{kind: {kind}}}", *words, f"run.steps={STEPS}", *overrides)
 
 
 def overflows(run: Drilled) -> list[int]:
@@ -36,7 +38,7 @@ def scale_of(config: Config) -> float:
     return float(read_whole(catalog, newest, "precision")["scale"])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline", TENSOR])
 def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
     config = config_of(tmp_path, kind, "run.steps=2")
     run = drill(config, worlds=[2])
@@ -48,9 +50,9 @@ def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
     assert not any(tensor.any() for tensor in run.optimizer.values())
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline", pytest.param(TENSOR, marks=pytest.mark.slow)])
 def test_the_scale_goes_on_over_resizes_and_a_resume(tmp_path: Path, kind: str) -> None:
-    smallest, largest = (2, 4) if kind == "pipeline" else (1, 3)
+    smallest, largest = (2, 4) if kind in ("pipeline", TENSOR) else (1, 3)
     undisturbed = drill(config_of(tmp_path / "undisturbed", kind), worlds=[smallest])
     expected = overflows(undisturbed)
     assert expected[:4] == [1, 2, 3, 8], "after four updates it grows, and overflows again"

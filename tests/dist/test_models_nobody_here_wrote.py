@@ -158,6 +158,22 @@ def test_its_own_library_loads_what_two_stages_have_made_of_it(name: str, tmp_pa
     torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
 
 
+def test_its_own_library_loads_what_its_own_tensor_plan_has_made_of_it(tmp_path: Path) -> None:
+    case = CASES["llama"]
+    words = [f"model.target={HERE}:llama", "run.steps=4", "parallel={kind: fsdp, shard_size: 1, tensor_size: 2}"]
+    config = small(tmp_path, *words)
+    directory = RunDirectory.of(config)
+    Ownership.claim(directory.store).release()
+    directory.write_config(config)
+    run, expected = drill(config, worlds=[4, 2], leave_after=[1]), reference(config)
+    check_ledger(run, expected)
+    assert largest_difference(run.weights, expected.weights) <= case.equal
+    loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
+    trained = llama().double()
+    trained.load_state_dict(expected.weights)
+    torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "num_workers"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_layers_with_dropout_are_compiled_as_they_are(kind: str, num_workers: int, tmp_path: Path) -> None:

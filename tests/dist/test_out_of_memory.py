@@ -17,7 +17,8 @@ from tests.support.small import small
 
 # The grid has four microbatches of up to four samples, the last of one.
 WORDS = ["model.dropout=0", "batch.microbatch_size=4"]
-KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline"])
+TENSOR = "fsdp, tensor_size: 2"
+KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline", pytest.param(TENSOR, marks=pytest.mark.slow)])
 
 
 def run_out(config: Config, forward_size: int) -> None:
@@ -32,9 +33,9 @@ def run_out(config: Config, forward_size: int) -> None:
 def test_forwards_of_any_size_give_the_steps_of_whole_microbatches(
     tmp_path: Path, kind: str, forward_size: int
 ) -> None:
-    config = small(tmp_path, *WORDS, f"parallel.kind={kind}")
+    config = small(tmp_path, *WORDS, f"parallel={{kind: {kind}}}")
     run_out(config, forward_size)
-    largest = 4 if kind == "pipeline" else 3  # of whole replicas
+    largest = 4 if kind in ("pipeline", TENSOR) else 3  # of whole replicas
     check_run(drill(config, worlds=[largest, 2], leave_after=[5]), reference(config))
 
 
@@ -50,7 +51,7 @@ def test_layers_gathered_for_a_step_serve_the_parts_of_its_microbatches(tmp_path
 @KINDS
 def test_where_one_rank_runs_out_all_go_on_with_less(tmp_path: Path, kind: str) -> None:
     oom = "faults.inject=[{kind: oom_at, step: 7, rank: 1, times: 2}]"
-    config = small(tmp_path, *WORDS, f"parallel.kind={kind}", oom, "checkpoint.every=3 steps")
+    config = small(tmp_path, *WORDS, f"parallel={{kind: {kind}}}", oom, "checkpoint.every=3 steps")
     run = drill(config, worlds=[2, 2, 2])
     assert run.told("forwards_shrunk", "forward_size") == [2, 1]
     assert run.told("forwards_shrunk", "step") == [7, 7]

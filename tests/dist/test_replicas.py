@@ -20,11 +20,16 @@ from tests.support.drill import Members, drill
 from tests.support.reference import reference
 from tests.support.small import small
 
-HSDP = "parallel={kind: fsdp, shard_size: 2}"
-STAGES = "parallel={kind: pipeline, stages: 2}"
-BOTH = pytest.mark.parametrize("parallel", [HSDP, STAGES], ids=["hsdp", "stages"])
+Words = tuple[str, ...]
+
+HSDP = ("parallel={kind: fsdp, shard_size: 2}",)
+STAGES = ("parallel={kind: pipeline, stages: 2}",)
+TENSOR = ("parallel={kind: fsdp, shard_size: 1, tensor_size: 2}", "model.attention_dropout=0")
+KINDS = ["hsdp", "stages", "tensor"]
+OFTEN = pytest.mark.parametrize("words", [HSDP, STAGES, TENSOR], ids=KINDS)
+SELDOM = pytest.mark.parametrize("words", [HSDP, STAGES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=KINDS)
 NUM_COLLECTIVES = 150  # of some steps
-NUM_COMMUNICATORS = 3  # of a rank: of the world, across replicas and within its own
+NUM_COMMUNICATORS = 3  # of a rank, or more: of the world, across replicas and within its own
 NAMES = "resized", "undisturbed"
 
 
@@ -72,20 +77,20 @@ def hold_still() -> None:
     ],
     ids=str,
 )
-@BOTH
+@SELDOM
 def test_living_replicas_give_newcomers_their_state(
-    worlds: list[Members], sources: list[str], parallel: str, tmp_path: Path
+    worlds: list[Members], sources: list[str], words: Words, tmp_path: Path
 ) -> None:
-    config = small(tmp_path, parallel)
+    config = small(tmp_path, *words)
     run = drill(config, worlds=worlds, leave_after=[4, 4])
     check_run(run, reference(config))
     assert run.told("restore", "step") == [5, 10]
     assert run.told("restore", "source") == sources
 
 
-@BOTH
-def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(parallel: str, tmp_path: Path) -> None:
-    words = [parallel, "precision.kind=fp16", "hooks=[{kind: ema, decay: 0.5}]"]
+@SELDOM
+def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(words: Words, tmp_path: Path) -> None:
+    words = (*words, "precision.kind=fp16", "hooks=[{kind: ema, decay: 0.5}]")
     resized = drill(small(tmp_path / NAMES[0], *words), worlds=[4, 4, 4], leave_after=[4, 4], patch=hold_still)
     undisturbed = drill(small(tmp_path / NAMES[1], *words), worlds=[4])
     check_identical(resized, undisturbed)
@@ -95,10 +100,10 @@ def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(parallel: 
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
-@BOTH
-def test_no_death_costs_a_step_or_leaves_garbage(seed: int, parallel: str, tmp_path: Path) -> None:
+@SELDOM
+def test_no_death_costs_a_step_or_leaves_garbage(seed: int, words: Words, tmp_path: Path) -> None:
     """Nothing is copied or stored meanwhile: survivors hold all, of whatever replica each is."""
-    config = small(tmp_path, parallel, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
+    config = small(tmp_path, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
     plotted = plot_replicas(seed, NUM_COLLECTIVES)
     run = survive(config, plotted).left
     check_weights(run, reference(config))
@@ -107,9 +112,9 @@ def test_no_death_costs_a_step_or_leaves_garbage(seed: int, parallel: str, tmp_p
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@BOTH
-def test_no_death_while_replicas_connect_ends_the_run(seed: int, parallel: str, tmp_path: Path) -> None:
-    config = small(tmp_path, parallel, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
+@SELDOM
+def test_no_death_while_replicas_connect_ends_the_run(seed: int, words: Words, tmp_path: Path) -> None:
+    config = small(tmp_path, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
     plotted = with_a_death_in_connect(plot_replicas(seed, NUM_COLLECTIVES), seed, NUM_COMMUNICATORS)
     run = survive(config, plotted).left
     check_weights(run, reference(config))
@@ -127,9 +132,9 @@ def takes_the_last_of_a_part(plotted: Plot) -> bool:
     return False
 
 
-@BOTH
-def test_a_checkpoint_is_written_by_the_first_replica_alone(parallel: str, tmp_path: Path) -> None:
-    config = small(tmp_path, parallel)
+@OFTEN
+def test_a_checkpoint_is_written_by_the_first_replica_alone(words: Words, tmp_path: Path) -> None:
+    config = small(tmp_path, *words)
     drill(config, worlds=[4])
     (last,) = (tmp_path / config.run.name / "checkpoints").glob("step-*14")
     assert sorted(path.name.split("-rank-")[1][:5] for path in last.glob("*.safetensors")) == ["00000", "00001"]

@@ -26,7 +26,12 @@ from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
 from tests.support.small import small
 
-WORLDS = [*((kind, size) for kind in ("ddp", "fsdp") for size in (1, 2, 3, 4)), ("pipeline", 2), ("pipeline", 4)]
+WORLDS = [
+    *((f"kind: {kind}", size) for kind in ("ddp", "fsdp") for size in (1, 2, 3, 4)),
+    *(("kind: pipeline", size) for size in (2, 4)),
+    ("kind: fsdp, tensor_size: 2, shard_size: 1", 4),
+    ("kind: fsdp, tensor_size: 2", 4),
+]
 NUM_PROCESSES = 4
 ATTEMPTS = itertools.count(1)  # the gang's store remembers those of former tests: none may come twice
 
@@ -37,7 +42,7 @@ def written_or_read(
     """The digests of what a world of `size` wrote, or found."""
     if member.number >= size:
         return None
-    config = small(Path(folder), f"parallel.kind={kind}", "model.dropout=0", "model.embed_dim=20")
+    config = small(Path(folder), f"parallel={{{kind}}}", "model.dropout=0", "model.embed_dim=20")
     world = form_world(member.store, WorldRank(member.number, size, attempt), WorkerProcess(CPU))
     try:
         worker = WorkerState(config, CPU)
@@ -73,7 +78,8 @@ def fill(state: dict[str, Any]) -> None:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            part.detach().copy_(whole[offset[0] : offset[0] + len(part)])
+            box = tuple(slice(first, first + size) for first, size in zip(offset, part.shape, strict=True))
+            part.detach().copy_(whole[box])
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,7 @@ def test_one_state_has_one_digest_whoever_wrote_and_whoever_reads_it(
 ) -> None:
     digests = set()
     for index, (kind, size) in enumerate(WORLDS):
-        folder = str(tmp_path / f"{kind}-{size}")
+        folder = str(tmp_path / str(index))
         readers = [WORLDS[(index + distance) % len(WORLDS)] for distance in distances]
         for task in [(kind, size, True), *((*reader, False) for reader in readers)]:
             answers = gang.run(written_or_read, next(ATTEMPTS), folder, *task)

@@ -34,7 +34,7 @@ class Stepped(NamedTuple):
 def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]) -> Stepped:
     """All steps of the run by as many workers as there are shares, each of which may have several stages. `attempt` is
     another number at each call."""
-    size = len(shares) * config.parallel.num_stages
+    size = len(shares) * config.parallel.ranks_per_sample
     answers = gang.run(_work, attempt, config, shares)[:size]
     by_step = list(zip(*(results for _, results in answers), strict=True))
     return Stepped(
@@ -46,7 +46,7 @@ def take_steps(gang: Gang, attempt: int, config: Config, shares: tuple[int, ...]
 
 
 def _work(member: Member, attempt: int, config: Config, shares: tuple[int, ...]) -> object:
-    size = len(shares) * config.parallel.num_stages
+    size = len(shares) * config.parallel.ranks_per_sample
     if member.number >= size:
         return None
     world = form_world(member.store, WorldRank(member.number, size, attempt), WorkerProcess(CPU))

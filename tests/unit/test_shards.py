@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from steadfast.checkpoint.shards import Shard, StagingBuffer, load_shards, shard
 from steadfast.errors import StorageError
 from steadfast.storage import Read
 from steadfast.storage.memory import MemoryStore
+from steadfast.world.runtime import World
 
 State = dict[str, Any]  # of tensors, and of more of the same
 
@@ -155,7 +157,7 @@ def test_the_header_says_where_a_shard_belongs() -> None:
 
 def test_a_tensor_that_holds_nothing_is_a_part_of_the_state() -> None:
     state = {"model": {"weight": torch.ones(2), "nothing": torch.empty(0, 3)}}
-    shards = shards_to_write(state, replicas=True)
+    shards = shards_to_write(state, ranks_of_two_shards()[0])
     store = MemoryStore()
     store.files["rank-0"] = staged(shards)
     load_shards(reads_of(store, ["rank-0"]), shards_of(empty(state)))
@@ -164,12 +166,16 @@ def test_a_tensor_that_holds_nothing_is_a_part_of_the_state() -> None:
 
 
 def test_who_does_not_write_replicas_writes_shards_alone() -> None:
-    assert shards_to_write(STATE, replicas=False) == []
+    assert shards_to_write(STATE, ranks_of_two_shards()[1]) == []
+
+
+def ranks_of_two_shards() -> list[World]:
+    return [World(rank, 2, 1, SimpleNamespace(), replica_size=2) for rank in range(2)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_numbers_are_numbers(dtype: torch.dtype) -> None:
     state = {"model": {"ids": torch.arange(5).to(dtype)}}
     store = MemoryStore()
-    store.files["rank-0"] = staged(shards_to_write(state, replicas=True))
+    store.files["rank-0"] = staged(shards_to_write(state, ranks_of_two_shards()[0]))
     assert torch.equal(whole_tensors(reads_of(store, ["rank-0"]), "model")["ids"], state["model"]["ids"])

@@ -183,7 +183,7 @@ class Checkpoints:
 
         A sharded state becomes a checkpoint only if all ranks call this.
         """
-        shards = shards_to_write(state, replicas=self.world.shard == 0)
+        shards = shards_to_write(state, self.world)
         self._writer.put(step, shards, metrics, self)
 
     def reserve(self, state: State) -> None:
@@ -192,7 +192,7 @@ class Checkpoints:
         A checkpoint first copies the state into this memory. Allocating the memory takes longer than the copy.
         """
         if self._writes:
-            self._writer.reserve(shards_to_write(state, replicas=self.world.shard == 0))
+            self._writer.reserve(shards_to_write(state, self.world))
 
     def news(self) -> list[events.Event]:
         """Return the events of earlier calls of `save`. See `Writer.news`."""

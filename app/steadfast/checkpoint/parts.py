@@ -54,7 +54,7 @@ class Parts(Checkpoints):
         if replica and not at_once and self._wait_until(lambda: self._has_commit_of(step), min(replica, 4) * _OTHERS_S):
             return True
         self._newest = step
-        self._writer.put(step, shards_to_write(state, replicas=self.world.shard == 0), {}, self)
+        self._writer.put(step, shards_to_write(state, self.world), {}, self)
         self.wait_for_commit(limit_s)
         return self._writer.committed == step
 

@@ -27,8 +27,9 @@ from torch import Tensor
 from steadfast.checkpoint.pinned import pin
 from steadfast.checkpoint.state import Tensors, flatten
 from steadfast.errors import StorageError
-from steadfast.parallel.dtensor import is_sharded, offset_of
+from steadfast.parallel.dtensor import is_sharded, is_split, offset_of
 from steadfast.storage import Bytes, Read
+from steadfast.world.runtime import World
 
 # Names of types in the format. safetensors has such a table too, but it is private.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -52,6 +53,7 @@ class Shard:
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]  # first indices of this part in the whole tensor
     sharded: bool = False  # whether ranks hold different parts; otherwise each holds the whole tensor
+    split: bool = False  # whether ranks that differ on the tensor axis alone hold different parts
 
 
 def shards_of(state: Tensors) -> list[Shard]:
@@ -59,17 +61,14 @@ def shards_of(state: Tensors) -> list[Shard]:
     return [_shard(name, tensor) for name, tensor in flatten(state).items()]
 
 
-def shards_to_write(state: Tensors, replicas: bool) -> list[Shard]:
-    """Return the shards for this rank's file.
-
-    Args:
-        replicas: whether to include tensors that are not sharded; True for one of the ranks that hold the same ones.
-    """
+def shards_to_write(state: Tensors, world: World) -> list[Shard]:
+    """Return the shards for this rank's file, each for one of the ranks that hold the same one."""
     shards = []
     for shard in shards_of(state):
+        is_mine = shard.split or (world.tensor == 0 and (shard.sharded or world.shard == 0))
         # Whole empty tensors are written, so that their names are in a file; empty parts of other tensors are not.
         is_empty_part = shard.tensor.numel() == 0 and math.prod(shard.shape) > 0
-        if (shard.sharded or replicas) and not (is_empty_part or shard.tensor.is_meta):
+        if is_mine and not (is_empty_part or shard.tensor.is_meta):
             shards.append(shard)
     return shards
 
@@ -81,7 +80,7 @@ def _shard(name: str, tensor: Any) -> Shard:
         return Shard(name, tensor, shape, (0,) * len(shape), sharded=True)
     if not is_sharded(tensor):
         return Shard(name, tensor.detach(), shape, (0,) * len(shape))
-    return Shard(name, tensor.detach().to_local(), shape, offset_of(tensor), sharded=True)
+    return Shard(name, tensor.detach().to_local(), shape, offset_of(tensor), sharded=True, split=is_split(tensor))
 
 
 # A resume may add or remove hooks and change the precision, so these tensors may be missing or superfluous.

@@ -289,7 +289,7 @@ class Snapshots:
         self._receive()
 
     def _layout(self, state: State) -> Layout:
-        return Layout.of(shards_to_write(state, replicas=self._world.shard == 0))
+        return Layout.of(shards_to_write(state, self._world))
 
     def _may_begin(self) -> bool:
         """Return whether no copy is in progress, after recording completed ones."""

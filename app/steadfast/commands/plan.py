@@ -95,17 +95,17 @@ def _with_largest_microbatch(batch: BatchConfig, scaling: ScalingConfig) -> Batc
 
 
 def _world(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
-    stages = parallel.num_stages
-    shares = even_shares(batch.num_microbatches, world_size // stages)
+    stages, ranks_per_sample = parallel.num_stages, parallel.ranks_per_sample
+    shares = even_shares(batch.num_microbatches, world_size // ranks_per_sample)
     # All shards of a replica run as many forward passes as the one with the largest share among them.
-    shard_size = parallel.replica_size(world_size) // stages
+    shard_size = parallel.replica_size(world_size) // ranks_per_sample
     num_forwards = 0
     for first in range(0, len(shares), shard_size):
         num_forwards += shard_size * max(shares[first : first + shard_size])
     pads = num_forwards - batch.num_microbatches
     # Every rank waits for the rank with the most microbatches, and a stage while a step's first microbatch comes to it
     # and while the last one goes on from it.
-    idle = 1 - batch.num_microbatches * stages / ((max(shares) + stages - 1) * world_size)
+    idle = 1 - batch.num_microbatches * ranks_per_sample / ((max(shares) + stages - 1) * world_size)
     return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
 
 
@@ -158,7 +158,7 @@ def warnings(config: Config, num_train: int, mtbf_s: float | None) -> Iterator[s
     if 2 * warmup_steps > num_steps:
         yield f"schedule.warmup_steps {warmup_steps} is more than half of the run's {plural(num_steps, 'step')}"
     smallest, largest = config.scaling.num_workers
-    useful = config.batch.num_microbatches * config.parallel.num_stages
+    useful = config.batch.num_microbatches * config.parallel.ranks_per_sample
     if largest > useful:
         yield f"only {useful} of up to {largest} workers have work; lower batch.microbatch_size or scaling.num_workers"
     every = config.checkpoint.every

@@ -62,7 +62,7 @@ def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
         return
     # With `batch.microbatch_size=auto` only the run itself knows the size in use.
     batch = directory.batch(config.batch)
-    most = batch.num_microbatches * config.parallel.num_stages
+    most = batch.num_microbatches * config.parallel.ranks_per_sample
     if largest > most:
         raise UsageError(
             f"--workers up to {largest}: a global batch of {directory.uri} is {batch.num_microbatches} microbatches "

@@ -205,8 +205,16 @@ class GptConfig(Section):
     """number of different tokens; 256 for bytes"""
     dropout: Fraction = 0.0
     """share of activations that dropout sets to zero in training, from 0 to below 1"""
+    attention_dropout: Fraction | None = None
+    """share of attention weights that dropout sets to zero in training; null for model.dropout. Must be 0 with
+    parallel.tensor_size, which gives each worker some of the heads"""
     bias: bool = True
     """use biases in linear layers and norms"""
+
+    @property
+    def dropout_of_attention(self) -> float:
+        """Return the share of attention weights that dropout sets to zero."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
     @field_validator("num_heads")
     @classmethod
@@ -562,7 +570,10 @@ class ParallelSection(Section):
     survivors_hold_all: ClassVar[bool] = True
     copies_model: ClassVar[bool] = False  # in every forward, to each GPU of a worker
 
-    replica_key: ClassVar[str] = "parallel.shard_size"  # the key on which the size of a replica depends
+    @property
+    def replica_key(self) -> str:
+        """Return the key on which the size of a replica depends."""
+        return "parallel.shard_size"
 
     def replica_size(self, world_size: int) -> int:
         """Return the number of workers of a world that together hold one model."""
@@ -572,6 +583,16 @@ class ParallelSection(Section):
     def num_stages(self) -> int:
         """Return the number of workers that compute the same samples one after another."""
         return 1
+
+    @property
+    def num_tensor_parts(self) -> int:
+        """Return the number of workers that compute parts of the same layers for the same samples."""
+        return 1
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Return the number of workers that compute the same samples."""
+        return self.num_stages * self.num_tensor_parts
 
 
 class DdpConfig(ParallelSection):
@@ -592,9 +613,17 @@ class FsdpConfig(ParallelSection):
     survivors_hold_all: ClassVar[bool] = False
 
     kind: Literal["fsdp"] = "fsdp"
-    shard_size: Annotated[int, Field(ge=2)] | None = None
+    shard_size: PositiveInt | None = None
     """number of workers that together hold one model, a replica (HSDP); null for all workers. Further replicas hold the
-    same model, and are added or removed whole: workers that do not fill a replica wait"""
+    same model, and are added or removed whole: workers that do not fill a replica wait. With tensor_size a replica has
+    shard_size times tensor_size workers, and shard_size may be 1"""
+    tensor_size: PositiveInt = 1
+    """number of neighbouring workers that compute parts of the same layers for the same samples (tensor parallel). They
+    exchange activations in every layer: use it for workers of one machine with fast links between its GPUs"""
+    plan: dict[Text, Literal["column", "row"]] | None = None
+    """linear layers that tensor_size splits, by name or by a pattern with *: column by outputs, as the first layers of
+    a block, and row by inputs, as the layer that takes their results. null for the model's own plan: its method
+    tensor_plan() or the _tp_plan of Hugging Face's models, whose embeddings and head stay whole"""
     wrap: FsdpUnits = "blocks"
     """modules that are gathered one at a time: blocks, the repeated layers of the model; a list of class names; or a
     number, for modules with at least this many parameters of their own. The rest of the model stays gathered for the
@@ -621,12 +650,37 @@ class FsdpConfig(ParallelSection):
     GPU holds only gathered modules, activations and buffers. Slower; no effect without GPUs. Not run on a GPU yet"""
 
     def replica_size(self, world_size: int) -> int:
-        return self.shard_size or world_size
+        if self.shard_size is not None:
+            return self.shard_size * self.tensor_size
+        return -(-world_size // self.tensor_size) * self.tensor_size
+
+    @property
+    def replica_key(self) -> str:
+        if self.tensor_size == 1:
+            return "parallel.shard_size"
+        return "parallel.tensor_size" if self.shard_size is None else "parallel.shard_size x parallel.tensor_size"
+
+    @property
+    def num_tensor_parts(self) -> int:
+        return self.tensor_size
+
+    @model_validator(mode="after")
+    def tensor_parts_are_of_whole_layers(self) -> Self:
+        if self.tensor_size == 1:
+            if self.shard_size == 1:
+                raise ValueError("shard_size must be at least 2 without tensor_size; kind ddp trains without shards")
+            if self.plan is not None:
+                raise ValueError("plan needs a tensor_size of at least 2")
+            return self
+        if self.plan is not None and not {"column", "row"} <= set(self.plan.values()):
+            raise ValueError("plan must have layers of both kinds, column and row, which follow each other")
+        if self.cpu_offload:
+            raise ValueError("cpu_offload must be false with tensor_size, which has not been tried with it")
+        return self
 
 
 class PipelineConfig(ParallelSection):
     survivors_hold_all: ClassVar[bool] = False
-    replica_key: ClassVar[str] = "parallel.stages"
 
     kind: Literal["pipeline"] = "pipeline"
     stages: Annotated[int, Field(ge=2)] = 2
@@ -641,6 +695,10 @@ class PipelineConfig(ParallelSection):
 
     def replica_size(self, world_size: int) -> int:
         return self.stages
+
+    @property
+    def replica_key(self) -> str:
+        return "parallel.stages"
 
     @property
     def num_stages(self) -> int:
@@ -958,7 +1016,7 @@ class Config(Section):
         """
         unit = self.replica_size
         smallest, largest = bounds
-        useful = (num_microbatches or self.batch.num_microbatches) * self.parallel.num_stages
+        useful = (num_microbatches or self.batch.num_microbatches) * self.parallel.ranks_per_sample
         useful = max(unit, useful)  # training needs at least one whole replica
         return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)
 
@@ -1096,7 +1154,7 @@ class Config(Section):
         # This rule needs the finished configuration, because `world_sizes` reads several sections.
         bounds = self.scaling.num_workers
         smallest = self.scaling.min_workers
-        if smallest > self.batch.num_microbatches * self.parallel.num_stages:
+        if smallest > self.batch.num_microbatches * self.parallel.ranks_per_sample:
             context = {"key": "scaling.num_workers", "limit": self.batch.num_microbatches, "found": smallest}
             message = "at least {found} workers have only {limit} microbatches in a global batch; " + _SMALLER
             raise PydanticCustomError("rule", message, context)
@@ -1121,6 +1179,33 @@ class Config(Section):
         if batch.balance == "speed":
             message = "must be even or weights by label with parallel.kind=pipeline, whose stages wait for each other"
             raise PydanticCustomError("rule", message, {"key": "batch.balance"})
+        return parallel
+
+    @field_validator("parallel")
+    @classmethod
+    def tensor_parts_are_equal(cls, parallel: ParallelConfig, info: ValidationInfo) -> ParallelConfig:
+        num_parts = parallel.num_tensor_parts
+        if num_parts == 1:
+            return parallel
+        batch, model = info.data.get("batch", BatchConfig()), info.data.get("model")
+        if batch.microbatch_size == "auto":
+            message = "must be a number with parallel.tensor_size: auto measures each worker by itself"
+            raise PydanticCustomError("rule", message, {"key": "batch.microbatch_size"})
+        if batch.balance == "speed":
+            message = "must be even or weights by label with parallel.tensor_size, whose workers wait for each other"
+            raise PydanticCustomError("rule", message, {"key": "batch.balance"})
+        if isinstance(model, GptConfig):
+            if model.num_heads % num_parts:
+                context = {"key": "model.num_heads", "size": num_parts, "found": model.num_heads}
+                message = "must be a multiple of parallel.tensor_size ({size}), found {found}"
+                raise PydanticCustomError("rule", message, context)
+            if model.dropout_of_attention:
+                context = {"key": "model.attention_dropout"}
+                message = (
+                    "must be 0 with parallel.tensor_size: each worker has some of the heads, and would draw other "
+                    "numbers than one process; model.dropout may stay as it is"
+                )
+                raise PydanticCustomError("rule", message, context)
         return parallel
 
     @field_validator("parallel")

@@ -106,12 +106,13 @@ class Validator:
             microbatch, num_samples = fetched.microbatch, fetched.microbatch.stop - fetched.microbatch.start
             seed_validation(self._seed, microbatch, precision.device)
             # A pad has weight 0, so every sample counts once in any world.
-            with precision.autocast(), metrics.counting(microbatch.weight):
+            weight = microbatch.weight if self._world.counts else 0
+            with precision.autocast(), metrics.counting(weight):
                 if isinstance(task, GlobalTask):
                     found = task.embed(model, fetched.batch)
                     embeddings.put(found, microbatch.start - begin, num_samples, microbatch.weight)
                 else:
-                    totals.add(self._parallel.loss(task, model, fetched.batch), microbatch.weight)
+                    totals.add(self._parallel.loss(task, model, fetched.batch), weight)
         if isinstance(task, GlobalTask):
             # Every rank computes the same loss, and only the leader's loss is added up.
             counts = int(self._world.leader)

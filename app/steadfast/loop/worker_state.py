@@ -29,7 +29,7 @@ from steadfast.checkpoint.state import (
     newest_whole,
 )
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import Config, Every, TargetOptimizer
+from steadfast.config import Config, Every, FsdpConfig, TargetOptimizer
 from steadfast.data import Dataset, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
@@ -47,6 +47,7 @@ from steadfast.parallel.compiled import CompiledBlocks, probe
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.parallel.precision import Precision, build_precision
 from steadfast.parallel.stages import Outline, examine, lend_memory, set_outline
+from steadfast.parallel.tensor import examine_split, layers_of_plan
 from steadfast.plan import Amendments, Plan, begin_of
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import read_key, read_owner
@@ -111,6 +112,7 @@ class WorkerState:
         self._shards: HeldShards | None = None  # of the last attempt
         self._goes_on_with_shards = False
         self._outline: Outline | None = None  # of the model, in a pipeline
+        self._examined = False  # whether workers can divide the computation of a sample, see `_examine`
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
@@ -150,23 +152,25 @@ class WorkerState:
         else:
             # Not with the real model, which is not sharded yet: its state may exceed the memory of the device.
             torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-        if self.config.parallel.num_stages > 1:
+        if self.config.parallel.ranks_per_sample > 1:
+            # Code that asks for its rank fails without a world. `prepare` tries again there.
             try:
-                self._outline = self._examine()
+                self._examine()
             except SteadfastError:
                 raise
             except Exception:
-                # Code that asks for its rank fails without a world. `prepare` tries again there.
-                self._outline = None
+                self._examined = False
         self._compile_ahead()
 
-    def _examine(self) -> Outline:
-        """Return the outline of the model, which has to be built anew afterwards.
+    def _examine(self) -> None:
+        """Run forwards of the whole model, which has to be built anew afterwards.
 
-        Raises UsageError if stages cannot train the model.
+        Raises UsageError if several workers cannot compute the same samples together.
         """
+        parallel = self.config.parallel
         if isinstance(self.task, GlobalTask):
-            raise UsageError("parallel.kind=pipeline: a task with embed and loss(embeddings) needs the whole model")
+            key = "parallel.kind=pipeline" if parallel.num_stages > 1 else "parallel.tensor_size"
+            raise UsageError(f"{key}: a task with embed and loss(embeddings) needs the whole model")
         device = self.precision.device
         if self._values is not None:
             lend_memory(self._model, device)
@@ -179,7 +183,12 @@ class WorkerState:
                 return task.loss(self._model, batch)
 
         with own_randomness(0), torch.random.fork_rng([device], enabled=device.type == "cuda"):
-            return examine(self._model, run, device)
+            if isinstance(parallel, FsdpConfig):
+                layers = layers_of_plan(self._model, parallel.plan, parallel.tensor_size)
+                examine_split(self._model, layers, parallel.tensor_size, run, device)
+            else:
+                self._outline = examine(self._model, run, device)
+        self._examined = True
 
     def _compile_ahead(self) -> None:
         """Compile the layers before this worker joins a world.
@@ -336,10 +345,10 @@ class WorkerState:
             kept = self._shards.take()
         self._shards = None  # releases the old shards before new ones are allocated
         self._start_anew()
-        if self.config.parallel.num_stages > 1:
-            if self._outline is None:
-                self._outline = self._examine()
-                self._start_anew()
+        if self.config.parallel.ranks_per_sample > 1 and not self._examined:
+            self._examine()
+            self._start_anew()
+        if self._outline is not None:
             set_outline(self._model, self._outline)
         # Found before the model is wrapped, which changes the names of the layers' classes.
         layers = blocks_of(self._model)

@@ -18,14 +18,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.dropout = config.dropout
-        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
+        self.head_dim = config.embed_dim // config.num_heads
+        self.dropout = config.dropout_of_attention
+        # The outputs of each head are neighbours, so that a worker with a part of the rows has whole heads.
+        self.query_key_value = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
         self.project = nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         # (batch, context, 3 * embed) -> three of (batch, heads, context, head)
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        query, key, value = (
+            self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4).unbind()
+        )
         # The functional form does not switch between training and evaluation by itself.
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
@@ -96,6 +99,15 @@ class Gpt(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """Return the repeated layers, which FSDP shards one by one."""
         return list(self.layers)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Return how linear layers are split over the workers of `parallel.tensor_size`."""
+        return {
+            "layers.*.attention.query_key_value": "column",
+            "layers.*.attention.project": "row",
+            "layers.*.expand": "column",
+            "layers.*.project": "row",
+        }
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the layer that computes logits, as Hugging Face's models do."""

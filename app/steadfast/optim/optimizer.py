@@ -19,7 +19,7 @@ from steadfast.config import (
 from steadfast.errors import ConfigError, Problem
 from steadfast.optim.own_optimizer import build_own, parameters_of
 from steadfast.optim.schedule import Schedule
-from steadfast.parallel.dtensor import is_sharded, local, unsharded
+from steadfast.parallel.dtensor import is_sharded, is_split, local, unsharded
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.stages import held_elsewhere
 
@@ -53,7 +53,11 @@ def _build(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
             return _muon(config, model)
         case SgdConfig():
             groups = _groups(config, config.weight_decay, model)
-            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+            # Kernels over several tensors take no parts of layers together with whole ones, which are on another mesh.
+            foreach = False if any(map(is_split, parameters_of(groups))) else None
+            return torch.optim.SGD(
+                groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, foreach=foreach
+            )
         case TargetOptimizer():
             return build_own(config, [param for param in model.parameters() if param.requires_grad])
     raise TypeError(type(config))

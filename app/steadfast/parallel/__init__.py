@@ -142,4 +142,4 @@ def arrange(world: World, config: ParallelConfig) -> World:
     replica_size = config.replica_size(world.size)
     if world.size % replica_size:
         raise UsageError(f"{config.replica_key}={replica_size}: {world.size} workers do not make whole replicas")
-    return replace(world, replica_size=replica_size, stages=config.num_stages)
+    return replace(world, replica_size=replica_size, stages=config.num_stages, tensor_size=config.num_tensor_parts)

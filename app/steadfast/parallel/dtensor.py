@@ -16,11 +16,28 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
+TENSOR_AXIS = "-tensor"  # end of the name of a mesh's axis over which layers are split
+
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether this rank holds only a part of a tensor."""
     # Not by `isinstance`, because the import of DTensor's module takes a second.
     return hasattr(tensor, "full_tensor")
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Return whether ranks that differ on the tensor axis alone hold different parts of a tensor."""
+    if not hasattr(tensor, "full_tensor"):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(tensor, DTensor)
+    return on_tensor_axis(tensor.device_mesh) and not tensor.placements[-1].is_replicate()
+
+
+def on_tensor_axis(mesh: DeviceMesh) -> bool:
+    """Return whether the last axis of a mesh is the tensor axis."""
+    return (mesh.mesh_dim_names or ("",))[-1].endswith(TENSOR_AXIS)
 
 
 def unsharded(tensor: Tensor) -> Tensor:
@@ -87,8 +104,10 @@ def on_mesh_of(held: Tensor, like: Tensor) -> Tensor:
     assert isinstance(held, DTensor)
     assert isinstance(like, DTensor)
     mesh = like.device_mesh
-    # The last axis is that of the parts; an axis before it is that of the replicas.
-    placements = (*[Replicate()] * (mesh.ndim - 1), held.placements[-1])
+    # The last axes are those of the parts; an axis before them is that of the replicas, and only one of the meshes may
+    # have it.
+    num = min(mesh.ndim, held.device_mesh.ndim)
+    placements = (*[Replicate()] * (mesh.ndim - num), *held.placements[-num:])
     return _spread(held.to_local(), mesh, placements, held)
 
 

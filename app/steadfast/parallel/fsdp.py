@@ -1,7 +1,8 @@
 """Fully sharded data parallel (FSDP2): parameters, gradients and optimizer state are sharded.
 
 The shards are spread over all ranks of the world, or over `parallel.shard_size` neighbouring ranks, a replica, whose
-gradients are then summed over replicas (HSDP).
+gradients are then summed over replicas (HSDP). With `parallel.tensor_size` the layers of a plan are split before: each
+rank shards its part with the ranks that have the same part.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from steadfast.config import FsdpConfig
@@ -28,10 +31,11 @@ from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError
 from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
 from steadfast.parallel.buckets import weak_hook
-from steadfast.parallel.dtensor import is_sharded, local, norms_of_parts
+from steadfast.parallel.dtensor import TENSOR_AXIS, is_sharded, is_split, local, norms_of_parts, on_tensor_axis
 from steadfast.parallel.precision import Precision
 from steadfast.tasks import Sums
-from steadfast.world.runtime import World
+from steadfast.world.communicator import Communicator
+from steadfast.world.runtime import Axis, World
 
 _PRIME = 1_000_003  # modulus of the hash of an order of units; a sum over a million ranks can hold its square
 # Share of the room beside a step's peak that the gathered model may take. The rest is for longer samples and for what a
@@ -56,11 +60,18 @@ class FullyShardedDataParallelism:
         self.offloads = config.cpu_offload
         self._policy = self._formats()
         self._resharding = _Resharding(config.reshard_after_forward, world, precision.device, self._policy.param_dtype)
+        self._within: dict[Axis, Communicator] = {}
         self._usage: _Usage
         self._accumulates_apart: bool  # gradients of several backwards have another dtype than those of one
 
     def wrap(self, model: nn.Module) -> nn.Module:
         mesh = self._mesh()
+        if self._world.tensor_size > 1:
+            from steadfast.parallel.tensor import split_layers
+
+            *of_shards, of_parts = mesh.mesh_dim_names or ()
+            split_layers(model, self._config.plan, mesh[of_parts])
+            mesh = mesh[tuple(of_shards)]
         policy = self._policy
         self._accumulates_apart = policy.reduce_dtype not in (None, policy.param_dtype)
         offload = self._offload()
@@ -85,13 +96,29 @@ class FullyShardedDataParallelism:
         # DTensor caches results by a mesh's size and names. Under a name used before, a worker whose rank has changed
         # would continue with the shards and the groups of its former rank.
         name = f"attempt-{world.attempt}"
-        if world.replicate == 1:
+        if world.shard_size == world.size:
             return DeviceMesh.from_group(world.groups.communicator.group, device.type, mesh_dim_names=(name,))
-        (across,) = world.groups.add_axis(world.lines("replicate"))
-        (within,) = world.groups.add_axis(world.lines("shard"))
-        ranks = torch.arange(world.size).view(world.replicate, world.replica_size)
-        names = (f"{name}-replicas", name)
-        return DeviceMesh.from_group([across.group, within.group], device.type, ranks, mesh_dim_names=names)
+        groups: list[dist.ProcessGroup] = []
+        sizes: list[int] = []
+        names: list[str] = []
+        for axis, size, end in self._axes():
+            (communicator,) = world.groups.add_axis(world.lines(axis))
+            self._within[axis] = communicator
+            groups.append(communicator.group)
+            sizes.append(size)
+            names.append(name + end)
+        ranks = torch.arange(world.size).view(sizes)
+        return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(names))
+
+    def _axes(self) -> list[tuple[Axis, int, str]]:
+        """Return the axes of the mesh: each one's name, its size, and the end of its name in the mesh."""
+        world = self._world
+        axes: list[tuple[Axis, int, str]] = [("shard", world.shard_size, "")]
+        if world.replicate > 1:
+            axes.insert(0, ("replicate", world.replicate, "-replicas"))
+        if world.tensor_size > 1:
+            axes.append(("tensor", world.tensor_size, TENSOR_AXIS))
+        return axes
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         wrap = self._config.wrap
@@ -175,7 +202,16 @@ class FullyShardedDataParallelism:
         return
 
     def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
-        return norms_of_parts(norms, gradients)
+        if self._world.tensor_size == 1:
+            return norms_of_parts(norms, gradients)
+        # Gradients of split layers and of others are on different meshes, so the sums over both axes are made here.
+        squares = norms.square()
+        if self._world.tensor:
+            squares *= torch.tensor(list(map(is_split, gradients)), device=norms.device)
+        for axis in ("shard", "tensor"):
+            self._within[axis].sum(squares)
+            self._within[axis].wait()
+        return squares.sqrt()
 
     def detach_unused(self) -> None:
         num_without_room = self._usage.detach_unused()
@@ -365,9 +401,18 @@ class _Usage:
             return
         self._seen.add(unit)
         for place, param in enumerate(self._model.parameters()):
-            if param.requires_grad and param not in self._places and not is_sharded(param):
+            if param.requires_grad and param not in self._places and _is_gathered(param):
                 self._places[param] = place
                 param.register_post_accumulate_grad_hook(weak_hook(self._accumulated))
 
     def _accumulated(self, param: Tensor) -> None:
         self._used.add(self._places[param])
+
+
+def _is_gathered(param: Tensor) -> bool:
+    """Return whether a rank holds all of its part of a layer, rather than a shard of the part."""
+    if not is_sharded(param):
+        return True
+    assert isinstance(param, DTensor)
+    # A gathered part of a split layer is on the tensor axis alone.
+    return param.device_mesh.ndim == 1 and on_tensor_axis(param.device_mesh)

@@ -155,7 +155,7 @@ class _Probe:
         """Run a forward, and describe it."""
         earlier = {name: (buffer, buffer._version) for name, buffer in self._buffers().items()}
         with self._following():
-            after = _reached(run().loss_sum)
+            after = reached(run().loss_sum)
         for name, buffer in self._buffers().items():
             if (buffer, buffer._version) != earlier[name]:
                 self._refuse(
@@ -227,10 +227,10 @@ class _Probe:
         for other in pytree.tree_leaves((args[1:], kwargs)):
             if isinstance(other, Tensor) and other.requires_grad:
                 self._refuse(f"its layer {name} takes a second argument that depends on trained parameters")
-        reached = _reached(args[0])
+        used = reached(args[0])
         if self._output is None:
-            self._before = reached
-        elif reached != {self._output}:
+            self._before = used
+        elif used != {self._output}:
             self._refuse(f"the input of its layer {name} is not computed from the output of the layer before it alone")
         elif self._drawn != self._draws():
             self._refuse(f"random numbers are drawn between its layers, before {name}")
@@ -249,7 +249,7 @@ class _Probe:
         self._place, self._structure = places[0], structure
         hidden = leaves.pop(self._place)
         self._outputs = leaves
-        for param in _reached(hidden) - {self._input} - {*block.parameters()}:
+        for param in reached(hidden) - {self._input} - {*block.parameters()}:
             self._refuse(f"its layer {name} uses {self._params.get(param, 'a tensor')} of another part of the model")
         if self._draws()[1:] != self._drawn[1:]:
             self._refuse(f"its layer {name} draws numbers from the generators of Python or numpy; take torch's")
@@ -284,7 +284,7 @@ def set_generators(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(other, device)
 
 
-def _reached(tensor: Tensor) -> set[Tensor]:
+def reached(tensor: Tensor) -> set[Tensor]:
     """Return the leaves with gradients on which a tensor depends."""
     if tensor.grad_fn is None:
         return {tensor} if tensor.requires_grad else set()

@@ -144,7 +144,8 @@ class Stepper:
                 sums = self._run(part, last=last and left == 0)
             except torch.OutOfMemoryError as error:
                 raise halve_microbatch(part.num_samples, error, self._coupled) from error
-            totals.add(sums, part.weight)
+            if self._world.counts:
+                totals.add(sums, part.weight)
             loss_sum += sums.loss_sum.detach() * part.weight
             count = count + sums.count * part.weight
         return loss_sum, count

@@ -20,6 +20,8 @@ from steadfast.world.groups import Groups, WorldRank
 from steadfast.world.progress import Progress
 from steadfast.world.timeouts import Timeouts
 
+Axis = Literal["replicate", "stage", "shard", "tensor"]
+
 # Requests that any rank may make of all ranks, see `Signals`.
 STOP = "stop"
 LEAVE = "leave"
@@ -31,9 +33,10 @@ FINISH = "finish"
 class World:
     """Workers of one attempt, and this worker's place among the ranks.
 
-    The ranks are arranged on three axes, replicate x stage x shard; the last one varies fastest. `replica_size`
+    The ranks are arranged on four axes, replicate x stage x shard x tensor; the last one varies fastest. `replica_size`
     neighbouring ranks together hold one model and form a replica. The stages of a replica compute the same samples one
-    after another. Ranks that differ in replica or shard compute different samples.
+    after another, and ranks that differ on the tensor axis alone compute parts of the same layers for the same samples.
+    Ranks that differ in replica or shard compute different samples.
     """
 
     rank: int
@@ -45,6 +48,7 @@ class World:
     node: str = field(default_factory=socket.gethostname)  # machine, whose loss includes this worker
     replica_size: int = 1
     stages: int = 1
+    tensor_size: int = 1
 
     @property
     def replicate(self) -> int:
@@ -52,20 +56,24 @@ class World:
 
     @property
     def shard_size(self) -> int:
-        return self.replica_size // self.stages
+        return self.replica_size // (self.stages * self.tensor_size)
 
     @property
     def stage(self) -> int:
-        return self.part // self.shard_size
+        return self.part // (self.shard_size * self.tensor_size)
 
     @property
     def shard(self) -> int:
-        return self.part % self.shard_size
+        return self.part // self.tensor_size % self.shard_size
+
+    @property
+    def tensor(self) -> int:
+        return self.rank % self.tensor_size
 
     @property
     def data_size(self) -> int:
         """Return the number of places on the data axes, replicate and shard."""
-        return self.size // self.stages
+        return self.size // (self.stages * self.tensor_size)
 
     @property
     def data_rank(self) -> int:
@@ -75,13 +83,18 @@ class World:
     @property
     def counts(self) -> bool:
         """Return whether this rank's losses and samples are counted, as one of those that compute the same ones."""
-        return self.stage == self.stages - 1
+        return self.stage == self.stages - 1 and self.tensor == 0
 
-    def lines(self, axis: Literal["replicate", "stage", "shard"]) -> list[list[int]]:
+    def lines(self, axis: Axis) -> list[list[int]]:
         """Return the ranks that differ in their place on one axis only, for all places on the other axes."""
-        sizes = {"replicate": self.replicate, "stage": self.stages, "shard": self.shard_size}
+        sizes = {
+            "replicate": self.replicate,
+            "stage": self.stages,
+            "shard": self.shard_size,
+            "tensor": self.tensor_size,
+        }
         ranks = torch.arange(self.size).view(*sizes.values())
-        lines: list[list[int]] = ranks.movedim(list(sizes).index(axis), -1).flatten(0, 1).tolist()
+        lines: list[list[int]] = ranks.movedim(list(sizes).index(axis), -1).flatten(0, 2).tolist()
         return lines
 
     @property
