@@ -153,10 +153,10 @@ class _Probe:
 
     def outline(self, run: Callable[[], Sums]) -> Outline:
         """Run a forward, and describe it."""
-        earlier = {name: (buffer, buffer._version) for name, buffer in self._buffers().items()}
+        earlier = {name: (buffer, buffer._version) for name, buffer in buffers_in_state(self._model).items()}
         with self._following():
             after = reached(run().loss_sum)
-        for name, buffer in self._buffers().items():
+        for name, buffer in buffers_in_state(self._model).items():
             if (buffer, buffer._version) != earlier[name]:
                 self._refuse(
                     f"a forward changes its buffer {name}, as BatchNorm does; a stage would change its own only"
@@ -190,10 +190,6 @@ class _Probe:
     def _names_of(self, found: AbstractSet[Tensor]) -> list[str]:
         """Return the names of parameters in the model's order."""
         return [name for param, name in self._params.items() if param in found]
-
-    def _buffers(self) -> dict[str, Tensor]:
-        state = self._model.state_dict()
-        return {name: buffer for name, buffer in self._model.named_buffers() if name in state}
 
     @contextmanager
     def _following(self) -> Iterator[None]:
@@ -282,6 +278,12 @@ def set_generators(device: torch.device, state: Tensor) -> None:
     torch.set_rng_state(own)
     for other in others:
         torch.cuda.set_rng_state(other, device)
+
+
+def buffers_in_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a model's state, by name."""
+    state = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in state}
 
 
 def reached(tensor: Tensor) -> set[Tensor]:

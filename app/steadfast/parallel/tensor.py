@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.errors import UsageError
-from steadfast.parallel.stages import get_generators, reached, set_generators
+from steadfast.parallel.stages import buffers_in_state, get_generators, reached, set_generators
 from steadfast.tasks import Sums
 
 if TYPE_CHECKING:
@@ -155,10 +155,10 @@ class _Probe:
 
     def follow_whole(self, run: Callable[[], Sums]) -> None:
         """Run a forward of the whole model, and remember what columns and rows have computed."""
-        earlier = {name: (buffer, buffer._version) for name, buffer in self._buffers().items()}
+        earlier = {name: (buffer, buffer._version) for name, buffer in buffers_in_state(self._model).items()}
         with self._following():
             loss = run().loss_sum
-        for name, buffer in self._buffers().items():
+        for name, buffer in buffers_in_state(self._model).items():
             if (buffer, buffer._version) != earlier[name]:
                 self._refuse(f"a forward changes its buffer {name}, as BatchNorm does; take parallel.kind=ddp")
         for name in self._layers:
@@ -184,10 +184,6 @@ class _Probe:
                     f"its code does not work with 1/{self._size} of the features, as with a number of heads that is no "
                     f"multiple of {_KEY} ({type(error).__name__}: {what})"
                 )
-
-    def _buffers(self) -> dict[str, Tensor]:
-        state = self._model.state_dict()
-        return {name: buffer for name, buffer in self._model.named_buffers() if name in state}
 
     @contextmanager
     def _following(self) -> Iterator[None]:

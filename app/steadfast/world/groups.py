@@ -160,8 +160,8 @@ class Groups:
         Returns the communicators of the lines in which this rank is.
 
         Args:
-            lines: ranks of each line, as from `World.lines`; the same on all ranks. The first axis of an attempt must
-                be "replicate".
+            lines: ranks of each line, as from `World.lines`; the same on all ranks. If there are several replicas, the
+                first axis of an attempt must be "replicate".
 
         Raises:
             PeerLost: a member died meanwhile.
