@@ -97,7 +97,7 @@ CASES: dict[str, list[Case]] = {
     "`model.part(x)`": [case(FSDP, program=part_of_model.PROGRAM)],
     "`SyncBatchNorm`": [case(program=synchronized.PROGRAM)],
     "BatchNorm with `run.exact`": [case("run.exact=true", program=batchnorm.PROGRAM)],
-    "tensor, context": [case("parallel.kind=tensor"), case("parallel.kind=context")],
+    "context or expert": [case("parallel.kind=context"), case("parallel.kind=expert")],
     "a batch size that grows": [case("batch.global_size=[10, 20]")],
 }
 
