@@ -38,11 +38,13 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     # Build. `worker` keeps objects of the process across attempts; everything else belongs to this attempt.
     config = worker.config
     parallel = build_parallel(config.parallel, world, worker.precision)
+    memory = worker.memory(directory)
+    worker.copy_shards(memory)
     model, state = worker.prepare(world.amendments, parallel)
     catalog = Catalog(directory.store, config.checkpoint)
     fingerprints = Fingerprints(worker.fingerprint, worker.base)
     checkpoints = Checkpoints(catalog, world, parallel, worker.writer, fingerprints)
-    snapshots = Snapshots(world, worker.memory(directory), parallel, state, "".join(fingerprints))
+    snapshots = Snapshots(world, memory, parallel, state, "".join(fingerprints))
     timer.mark("built")
 
     # Restore the newest of a survivor's state, a copy in memory, a checkpoint and step 0, the same on every rank.

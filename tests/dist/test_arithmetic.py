@@ -65,9 +65,9 @@ def of_whole_replicas(config: Config, shares: Shares) -> Shares:
     """Add a worker without a share where they are too few, or join the last shares where their stages are too many."""
     most = NUM_WORKERS // config.parallel.ranks_per_sample
     shares = (*shares[: most - 1], sum(shares[most - 1 :])) if len(shares) > most else shares
-    size = len(shares)
-    ranks_per_sample = config.parallel.ranks_per_sample
-    return shares + (0,) * (-size % (config.parallel.replica_size(size * ranks_per_sample) // ranks_per_sample))
+    while config.parallel.layout(size := len(shares) * config.parallel.ranks_per_sample).size < size:
+        shares = (*shares, 0)
+    return shares
 
 
 @st.composite

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steadfast.config.layout import Layout, layout_of_most
 from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
 from steadfast.orchestration.seating import seat
 
@@ -60,9 +61,13 @@ def test_every_seat_has_one_member_and_nobody_has_two(
     assert set(whole) <= set(now)
 
 
+def of_two(num_members: int) -> Layout:
+    return layout_of_most(num_members, [Layout(1, shard=2)])
+
+
 def replicas(*members: str, smallest: int = 1, largest: int = 8) -> Membership:
     """Members on node a, who have formed a world of replicas of two."""
-    membership = Membership(smallest, largest, len(members), settle_s=5.0, gather_s=1.0, replica_size=2)
+    membership = Membership(smallest, largest, len(members), settle_s=5.0, gather_s=1.0, layout=of_two)
     for member in members:
         membership.join(member, 0.0, "a")
     assert membership.decide(0.0) == Form(members)
@@ -70,14 +75,14 @@ def replicas(*members: str, smallest: int = 1, largest: int = 8) -> Membership:
 
 
 def test_bounds_are_drawn_in_to_whole_replicas() -> None:
-    membership = Membership(1, 7, 5, settle_s=5.0, gather_s=1.0, replica_size=2)
+    membership = Membership(1, 7, 5, settle_s=5.0, gather_s=1.0, layout=of_two)
     assert (membership.smallest, membership.largest, membership.expected) == (2, 6, 4)
     membership.rescale(3, 5)
     assert (membership.smallest, membership.largest) == (4, 4)
 
 
 def test_one_member_alone_is_short_of_a_replica() -> None:
-    membership = Membership(1, 8, 2, settle_s=5.0, gather_s=1.0, replica_size=2)
+    membership = Membership(1, 8, 2, settle_s=5.0, gather_s=1.0, layout=of_two)
     membership.join("x", 0.0, "a")
     assert membership.decide(0.0) == Short(1)
 

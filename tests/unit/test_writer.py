@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from steadfast.checkpoint.manifest import FileDigest, Manifest
-from steadfast.checkpoint.shards import Layout, Shard
+from steadfast.checkpoint.shards import FileLayout, Shard
 from steadfast.checkpoint.writer import PendingWrite, Writer
 from steadfast.run.events import Checkpoint, CheckpointFailed, Event
 
@@ -96,8 +96,8 @@ def test_room_is_made_for_both_buffers_where_memory_is_pinned(
         pinned.append((threading.current_thread().name, device, memory.nbytes))
 
     monkeypatch.setattr("steadfast.checkpoint.shards.pin", pin)
-    monkeypatch.setattr(Layout, "device", device)
-    writer, num_bytes = Writer(), Layout.of(shards(1.0)).num_bytes
+    monkeypatch.setattr(FileLayout, "device", device)
+    writer, num_bytes = Writer(), FileLayout.of(shards(1.0)).num_bytes
     writer.reserve(shards(1.0))
     for thread in threading.enumerate():
         if thread.name == "reserve":

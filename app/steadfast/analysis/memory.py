@@ -101,26 +101,25 @@ class Estimate:
         if parallel.survivors_hold_all:
             return dict.fromkeys(max_shares, Needed.of(self.whole))
         found: dict[int, Needed] = {}
-        if parallel.num_stages > 1:
+        if parallel.has_stages:
             for size, max_share in max_shares.items():
-                most = max(stage["memory_bytes"] for stage in self.stages(max_share))
+                most = max(stage["memory_bytes"] for stage in self.stages(size, max_share))
                 found[size] = Needed(most, 0)
             return found
-        kinds: dict[tuple[bool, bool], list[int]] = {}
-        for size, max_share in sorted(max_shares.items()):
+        kinds: dict[tuple[bool, bool, int], dict[int, int]] = {}  # world size -> workers of a replica
+        for size, max_share in max_shares.items():
+            layout = parallel.layout(size)
             # Worlds of one kind differ in their number of shards only. With several microbatches a worker holds
             # unsharded gradients until the last one; with a single microbatch it does not. A world of one worker
             # gathers nothing.
-            kinds.setdefault((size > 1, max_share > 1), []).append(size)
-        for (_, accumulates), sizes in kinds.items():
+            kinds.setdefault((size > 1, max_share > 1, layout.tensor), {})[size] = layout.replica_size
+        for (_, accumulates, _), replicas in kinds.items():
             ends: dict[int, Needed] = {}
             # Two simulations are enough, because the worlds between them are interpolated.
-            for size in (sizes[0], sizes[-1]):
-                ranks = parallel.replica_size(size)
-                if ranks not in ends:
-                    ends[ranks] = Needed.of(self._simulate(parallel, ranks, num_microbatches=1 + accumulates))
-            for size in sizes:
-                found[size] = _between(ends, parallel.replica_size(size))
+            for ranks in {min(replicas.values()), max(replicas.values())}:
+                ends[ranks] = Needed.of(self._simulate(parallel, ranks, num_microbatches=1 + accumulates))
+            for size, ranks in replicas.items():
+                found[size] = _between(ends, ranks)
         return found
 
     @property
@@ -128,7 +127,7 @@ class Estimate:
         """Return the bytes that a stage sends to the next one for a microbatch, 0 without stages."""
         return self._outline.hidden.nbytes if self._outline else 0
 
-    def stages(self, max_share: int) -> list[dict[str, int]]:
+    def stages(self, world_size: int, max_share: int) -> list[dict[str, int]]:
         """Estimate each stage of a replica that runs `max_share` microbatches in a step, [] without stages."""
         config = self._config.parallel
         found: list[dict[str, int]] = []
@@ -136,10 +135,11 @@ class Estimate:
             return found
         if self._outline is None:
             self._outline = self._examine()
-        for stage, (start, stop) in enumerate(cut(len(self._outline.blocks), config.stages, config.balance)):
+        num_stages = config.layout(world_size).stages
+        for stage, (start, stop) in enumerate(cut(len(self._outline.blocks), num_stages, config.balance)):
             # A stage keeps the activations of as many microbatches as there are stages from it on.
-            kept = config.stages - stage if config.schedule == "1f1b" else max_share
-            memory = self._simulate(config, config.stages, min(kept, max_share), stage)
+            kept = num_stages - stage if config.schedule == "1f1b" else max_share
+            memory = self._simulate(config, num_stages, min(kept, max_share), stage)
             found.append({"layers": stop - start, "memory_bytes": memory.total})
         return found
 
@@ -169,7 +169,7 @@ class Estimate:
         precision = build_precision(self._config.precision, _CPU)
         task = build_task(self._config.task)
         # The simulation uses the CPU, because the attention kernels of the meta device hold more memory.
-        fake = FakeTensorMode(allow_non_fake_inputs=strategy.num_stages > 1)
+        fake = FakeTensorMode(allow_non_fake_inputs=strategy.has_stages)
         with _fake_world(rank, world_size, strategy) as world:
             parallel = build_parallel(strategy, world, precision)
             model = self._build_without_data(fake)

@@ -110,7 +110,7 @@ class StagingBuffer:
 
     def reserve(self, shards: Iterable[Shard]) -> None:
         """Allocate memory for the shards ahead of `fill`, in any thread."""
-        layout = Layout.of(shards)
+        layout = FileLayout.of(shards)
         with self._lock:
             # Memory of sufficient size is kept, because it may hold a copy that is still being written.
             if len(self._memory) < layout.num_bytes:
@@ -119,7 +119,7 @@ class StagingBuffer:
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Copy the shards, which may change afterwards."""
-        layout = Layout.of(shards)
+        layout = FileLayout.of(shards)
         with self._lock:
             self.num_bytes = layout.num_bytes
             if len(self._memory) < layout.num_bytes:
@@ -132,14 +132,14 @@ class StagingBuffer:
         for start in range(0, len(data), _CHUNK_BYTES):
             yield data[start : start + _CHUNK_BYTES]
 
-    def _allocate(self, layout: Layout) -> None:
+    def _allocate(self, layout: FileLayout) -> None:
         self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8)
         if layout.device is not None:
             pin(self._memory, layout.device)  # not by torch, which takes a power of two
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Layout of the file with one rank's shards."""
 
     shards: list[Shard]  # in the order of the file

@@ -24,7 +24,7 @@ from steadfast.checkpoint.catalog import skipped_up_to
 from steadfast.checkpoint.memory_server import free_bytes
 from steadfast.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
 from steadfast.checkpoint.shards import (
-    Layout,
+    FileLayout,
     Request,
     Shard,
     header_of,
@@ -36,7 +36,7 @@ from steadfast.checkpoint.shards import (
     shards_to_write,
     total_bytes,
 )
-from steadfast.checkpoint.state import State
+from steadfast.checkpoint.state import HeldShards, State
 from steadfast.parallel import Parallel
 from steadfast.run import events
 from steadfast.storage import Read
@@ -288,8 +288,8 @@ class Snapshots:
             self._world.groups.wait([self._copy.work])
         self._receive()
 
-    def _layout(self, state: State) -> Layout:
-        return Layout.of(shards_to_write(state, self._world))
+    def _layout(self, state: State) -> FileLayout:
+        return FileLayout.of(shards_to_write(state, self._world))
 
     def _may_begin(self) -> bool:
         """Return whether no copy is in progress, after recording completed ones."""
@@ -534,6 +534,26 @@ def origin_of(data: str, state: State) -> str:
     """
     shapes = [(shard.name, shard.shape) for shard in shards_of({"model": state["model"]})]
     return str((data, sorted(shapes)))
+
+
+def copy_shards(held: HeldShards, step: int, memory: NodeMemory, data: str, skip: frozenset[int]) -> None:
+    """Copy a rank's shards of a former world to memory, as its part of a snapshot.
+
+    Args:
+        step: step whose state the shards are.
+        data: as in `origin_of`.
+        skip: steps that were skipped.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    memory.give_back()  # buffers of a copy that the end of the former world has interrupted
+    layout = FileLayout.of(shards_to_write(held.state, held.world))
+    buffer = memory.take(layout.num_bytes)
+    layout.fill(buffer.bytes)
+    snapshot = SnapshotId(step, held.world.attempt, held.world.replica_size)
+    files = ((held.world.part, 0, layout.num_bytes),)
+    memory.commit(buffer, _label(snapshot, files, origin_of(data, held.state), skip))
 
 
 def _label(snapshot: SnapshotId, files: Files, origin: str, skip: frozenset[int]) -> Label:

@@ -83,11 +83,11 @@ class NamedOptimizer:
 class HeldShards:
     """A rank's part of the state between two attempts.
 
-    The next attempt can use it if the model has as many parts there.
+    The next attempt can use it if the rank has the same box there.
     """
 
-    def __init__(self, part: tuple[int, int], state: State) -> None:
-        self.part = part
+    def __init__(self, world: World, state: State) -> None:
+        self.world = world
         self.state = state  # live references
 
     def take(self) -> State:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from steadfast.backoff import delays
 from steadfast.checkpoint.manifest import FileDigest, Manifest
-from steadfast.checkpoint.shards import Layout, Shard, StagingBuffer
+from steadfast.checkpoint.shards import FileLayout, Shard, StagingBuffer
 from steadfast.run.events import CheckpointFailed, Event
 from steadfast.storage import Bytes
 
@@ -100,7 +100,7 @@ class Writer:
 
         def make_room() -> None:
             buffers = list(self._buffers)
-            if Layout.of(shards).device is None:
+            if FileLayout.of(shards).device is None:
                 # Memory that is not pinned is quick to allocate, and many runs never need a second buffer.
                 buffers.pop()
             for buffer in buffers:

@@ -70,7 +70,8 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         worlds.append(_world(config.batch, config.parallel, world_size))
     _add_memory(worlds, estimate, config.parallel)
     num_steps = config.run.num_steps(order.num_train, config.batch.global_size)
-    most = max(max(world["shares"]) for world in worlds)
+    longest = max(worlds, key=lambda world: max(world["shares"]))
+    most = max(longest["shares"])
     # A dataset of the user may lack `units_per_sample`. Then a sample counts as one unit, as in training.
     return {
         "steps": num_steps,
@@ -78,7 +79,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
         "epochs": num_steps * config.batch.global_size / order.num_train,
         "step_units": config.batch.global_size * getattr(dataset, "units_per_sample", 1),
         "worlds": worlds,
-        "stages": estimate.stages(most),
+        "stages": estimate.stages(longest["workers"], most),
         "link_bytes": most * estimate.hidden_bytes,
         "worker_bytes": asdict(estimate.whole),
         **_copies(config.checkpoint, config.parallel, estimate.whole),
@@ -95,18 +96,17 @@ def _with_largest_microbatch(batch: BatchConfig, scaling: ScalingConfig) -> Batc
 
 
 def _world(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
-    stages, ranks_per_sample = parallel.num_stages, parallel.ranks_per_sample
-    shares = even_shares(batch.num_microbatches, world_size // ranks_per_sample)
+    layout = parallel.layout(world_size)
+    shares = even_shares(batch.num_microbatches, layout.data_size)
     # All shards of a replica run as many forward passes as the one with the largest share among them.
-    shard_size = parallel.replica_size(world_size) // ranks_per_sample
     num_forwards = 0
-    for first in range(0, len(shares), shard_size):
-        num_forwards += shard_size * max(shares[first : first + shard_size])
+    for first in range(0, len(shares), layout.shard):
+        num_forwards += layout.shard * max(shares[first : first + layout.shard])
     pads = num_forwards - batch.num_microbatches
     # Every rank waits for the rank with the most microbatches, and a stage while a step's first microbatch comes to it
     # and while the last one goes on from it.
-    idle = 1 - batch.num_microbatches * ranks_per_sample / ((max(shares) + stages - 1) * world_size)
-    return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
+    idle = 1 - batch.num_microbatches / ((max(shares) + layout.stages - 1) * layout.data_size)
+    return {"workers": world_size, "layout": str(layout), "shares": shares, "pads": pads, "idle": idle}
 
 
 def _add_memory(worlds: list[dict[str, Any]], estimate: "Estimate", parallel: ParallelConfig) -> None:
@@ -122,7 +122,7 @@ def _add_memory(worlds: list[dict[str, Any]], estimate: "Estimate", parallel: Pa
         freed = estimate.of_worlds(max_shares, parallel.replace("reshard_after_forward", True))
         for world in worlds:
             gathers = {True: 2 * max_shares[world["workers"]], False: 1}
-            if parallel.replica_size(world["workers"]) == 1:
+            if parallel.layout(world["workers"]).shard == 1:
                 gathers = {True: 0, False: 0}
             for after_forward, found in ((True, freed), (False, kept)):
                 memory_bytes = found[world["workers"]].device
@@ -180,7 +180,7 @@ def _parse_time(text: str) -> float:
 def _table(found: dict[str, Any]) -> str:
     epochs = f"{number(found['epochs'])} epochs of {plural(found['train_samples'], 'sample')}"
     lines = [f"{plural(found['steps'], 'step')}, {epochs}", ""]
-    lines.append("workers  microbatches of each       pads  idle  memory of a worker")
+    lines.append("workers  layout      microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
         shares = world["shares"]
         spread = f"{min(shares)} to {max(shares)}"
@@ -190,7 +190,7 @@ def _table(found: dict[str, Any]) -> str:
         if world["host_memory_bytes"]:
             memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
         figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
-        lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
+        lines.append(f"{world['workers']:>7}  {world['layout']:<10}  {spread:<25}  {figures}")
     lines += _resharding_table(found["worlds"])
     if found["microbatch_is_measured"]:
         lines += ["", f"for the largest size that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]

@@ -13,6 +13,7 @@ from steadfast.errors import RunConflict, UsageError
 from steadfast.run.directory import RunDirectory, find_run
 from steadfast.run.events import Scale
 from steadfast.run.owner import read_owner
+from steadfast.units import plural
 
 _ANSWER_S = 20.0
 _POLL_S = 0.1
@@ -71,8 +72,9 @@ def _check_useful(directory: RunDirectory, smallest: int, largest: int) -> None:
         )
     if not config.world_sizes((smallest, largest), batch.num_microbatches):
         raise UsageError(
-            f"--workers {smallest}:{largest}: {directory.uri} trains with whole replicas of {config.replica_size} "
-            f"workers ({config.parallel.replica_key}), and no number within these bounds is a multiple of it"
+            f"--workers {smallest}:{largest}: {directory.uri} trains with whole replicas "
+            f"({config.parallel.replica_key}), the smallest of {plural(config.parallel.smallest_replica, 'worker')}, "
+            "and no number within these bounds makes whole replicas"
         )
 
 

@@ -5,7 +5,7 @@ A configuration is parsed once, frozen, and handed out in slices. A section that
 rule's name. An error is reported at the field of its method, so a rule belongs to the field that is read later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
@@ -27,6 +27,7 @@ from steadfast.config.base import (
     Variable,
 )
 from steadfast.config.faults import FaultsConfig
+from steadfast.config.layout import Layout, layout_of_most
 from steadfast.plan import End, step_of
 
 
@@ -564,6 +565,16 @@ class OneCycleConfig(Section):
     """divisor of the first step's learning rate that gives that of the last step"""
 
 
+# One number, or several of which each new world takes one.
+AxisSize = PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+Sizes = tuple[int, ...]
+
+
+def sizes_of(given: int | Sizes) -> Sizes:
+    """Return the possible sizes of an axis, the smallest first."""
+    return (given,) if isinstance(given, int) else tuple(sorted(set(given)))
+
+
 class ParallelSection(Section):
     # True if any survivor can pass the state to a new worker, and one rank can write it. If False, lost workers take
     # their shards along, and every rank writes its own shards.
@@ -575,24 +586,31 @@ class ParallelSection(Section):
         """Return the key on which the size of a replica depends."""
         return "parallel.shard_size"
 
-    def replica_size(self, world_size: int) -> int:
-        """Return the number of workers of a world that together hold one model."""
+    def layout(self, num_workers: int) -> Layout:
+        """Return the layout that trains on most of `num_workers` workers.
+
+        The layout has no ranks if the workers hold no whole model.
+        """
+        return Layout(num_workers)
+
+    @property
+    def smallest_replica(self) -> int:
+        """Return the smallest number of workers that hold one whole model."""
         return 1
 
     @property
-    def num_stages(self) -> int:
-        """Return the number of workers that compute the same samples one after another."""
-        return 1
+    def has_stages(self) -> bool:
+        return False
 
     @property
-    def num_tensor_parts(self) -> int:
-        """Return the number of workers that compute parts of the same layers for the same samples."""
-        return 1
+    def tensor_sizes(self) -> Sizes:
+        """Return the possible numbers of workers that compute parts of the same layers for the same samples."""
+        return (1,)
 
     @property
     def ranks_per_sample(self) -> int:
-        """Return the number of workers that compute the same samples."""
-        return self.num_stages * self.num_tensor_parts
+        """Return the largest number of workers that compute the same samples."""
+        return max(self.tensor_sizes)
 
 
 class DdpConfig(ParallelSection):
@@ -613,13 +631,15 @@ class FsdpConfig(ParallelSection):
     survivors_hold_all: ClassVar[bool] = False
 
     kind: Literal["fsdp"] = "fsdp"
-    shard_size: PositiveInt | None = None
+    shard_size: AxisSize | Literal["auto"] | None = None
     """number of workers that together hold one model, a replica (HSDP); null for all workers. Further replicas hold the
-    same model, and are added or removed whole: workers that do not fill a replica wait. With tensor_size a replica has
-    shard_size times tensor_size workers, and shard_size may be 1"""
-    tensor_size: PositiveInt = 1
-    """number of neighbouring workers that compute parts of the same layers for the same samples (tensor parallel). They
-    exchange activations in every layer: use it for workers of one machine with fast links between its GPUs"""
+    same model, and are added or removed whole: workers that do not fill a replica wait. With a list, each new world
+    takes the number with which most workers train, and of these the smallest; auto is a list of all numbers from 2 on.
+    With tensor_size a replica has shard_size times tensor_size workers, and shard_size may be 1"""
+    tensor_size: AxisSize = 1
+    """number of neighbouring workers that compute parts of the same layers for the same samples (tensor parallel), or a
+    list as for shard_size. They exchange activations in every layer: use it for workers of one machine with fast links
+    between its GPUs"""
     plan: dict[Text, Literal["column", "row"]] | None = None
     """linear layers that tensor_size splits, by name or by a pattern with *: column by outputs, as the first layers of
     a block, and row by inputs, as the layer that takes their results. null for the model's own plan: its method
@@ -649,29 +669,45 @@ class FsdpConfig(ParallelSection):
     """keep parameters, gradients and optimizer state in the machine's memory, and update parameters there, so that a
     GPU holds only gathered modules, activations and buffers. Slower; no effect without GPUs. Not run on a GPU yet"""
 
-    def replica_size(self, world_size: int) -> int:
-        if self.shard_size is not None:
-            return self.shard_size * self.tensor_size
-        return -(-world_size // self.tensor_size) * self.tensor_size
+    def layout(self, num_workers: int) -> Layout:
+        found: list[Layout] = []
+        for tensor in self.tensor_sizes:
+            most = num_workers // tensor
+            shards: Iterable[int] = (most,)
+            if self.shard_size == "auto":
+                # Any other number leaves workers over.
+                shards = (next((number for number in range(2, most) if most % number == 0), most),)
+            elif self.shard_size is not None:
+                shards = sizes_of(self.shard_size)
+            found += [Layout(1, 1, shard, tensor) for shard in shards]
+        return layout_of_most(num_workers, found)
+
+    @property
+    def smallest_replica(self) -> int:
+        if self.shard_size is None or self.shard_size == "auto":
+            return min(self.tensor_sizes)
+        return min(sizes_of(self.shard_size)) * min(self.tensor_sizes)
 
     @property
     def replica_key(self) -> str:
-        if self.tensor_size == 1:
+        if self.tensor_sizes == (1,):
             return "parallel.shard_size"
         return "parallel.tensor_size" if self.shard_size is None else "parallel.shard_size x parallel.tensor_size"
 
     @property
-    def num_tensor_parts(self) -> int:
-        return self.tensor_size
+    def tensor_sizes(self) -> Sizes:
+        return sizes_of(self.tensor_size)
 
     @model_validator(mode="after")
     def tensor_parts_are_of_whole_layers(self) -> Self:
-        if self.tensor_size == 1:
-            if self.shard_size == 1:
+        if self.tensor_sizes == (1,):
+            if isinstance(self.shard_size, int | tuple) and 1 in sizes_of(self.shard_size):
                 raise ValueError("shard_size must be at least 2 without tensor_size; kind ddp trains without shards")
             if self.plan is not None:
                 raise ValueError("plan needs a tensor_size of at least 2")
             return self
+        if 1 in self.tensor_sizes:
+            raise ValueError("tensor_size must be a number, or a list of numbers from 2 on")
         if self.plan is not None and not {"column", "row"} <= set(self.plan.values()):
             raise ValueError("plan must have layers of both kinds, column and row, which follow each other")
         if self.cpu_offload:
@@ -683,31 +719,43 @@ class PipelineConfig(ParallelSection):
     survivors_hold_all: ClassVar[bool] = False
 
     kind: Literal["pipeline"] = "pipeline"
-    stages: Annotated[int, Field(ge=2)] = 2
+    stages: AxisSize = 2
     """number of workers that together hold one model, a replica: each holds some of the repeated layers, and passes its
-    results to the next one. Further replicas are added or removed whole"""
+    results to the next one. Further replicas are added or removed whole. With a list, each new world takes the number
+    with which most workers train, and of these the smallest"""
     balance: tuple[PositiveInt, ...] | None = None
-    """number of repeated layers of each stage; null for even numbers. Give a stage fewer layers if its worker is slower
-    or has less memory, or if the last stage's head is large"""
+    """number of repeated layers of each stage; null for even numbers, as with a list of stages. Give a stage fewer
+    layers if its worker is slower or has less memory, or if the last stage's head is large"""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """order of a step's microbatches: 1f1b runs a backward as soon as it can, so that a stage keeps activations of as
     many microbatches as there are stages from it on; gpipe runs all forwards first, and keeps those of all"""
 
-    def replica_size(self, world_size: int) -> int:
-        return self.stages
+    def layout(self, num_workers: int) -> Layout:
+        return layout_of_most(num_workers, [Layout(1, stages) for stages in sizes_of(self.stages)])
+
+    @property
+    def smallest_replica(self) -> int:
+        return min(sizes_of(self.stages))
 
     @property
     def replica_key(self) -> str:
         return "parallel.stages"
 
     @property
-    def num_stages(self) -> int:
-        return self.stages
+    def has_stages(self) -> bool:
+        return True
+
+    @property
+    def ranks_per_sample(self) -> int:
+        return max(sizes_of(self.stages))
 
     @model_validator(mode="after")
     def each_stage_has_layers(self) -> Self:
-        if self.balance is not None and len(self.balance) != self.stages:
-            raise ValueError(f"balance must have one number for each of the {self.stages} stages")
+        numbers = sizes_of(self.stages)
+        if 1 in numbers:
+            raise ValueError("stages must be at least 2; kind ddp trains without stages")
+        if self.balance is not None and numbers != (len(self.balance),):
+            raise ValueError("balance must have one number for each stage, and stages must be one number")
         return self
 
 
@@ -997,16 +1045,7 @@ class Config(Section):
             return Every(100, "steps")
         return every
 
-    @property
-    def replica_size(self) -> int:
-        """Return the number of workers that hold one whole model.
-
-        The number of workers of a world is a multiple of it.
-        """
-        # Without a `shard_size` all workers of a world are one replica, so a world may have any size.
-        return self.parallel.replica_size(world_size=1)
-
-    def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> range:
+    def world_sizes(self, bounds: tuple[int, int], num_microbatches: int | None = None) -> list[int]:
         """Return the possible sizes of a world within `bounds`.
 
         In each size the replicas are whole, and every worker has a microbatch.
@@ -1014,11 +1053,16 @@ class Config(Section):
         Args:
             num_microbatches: of a step, if not as the configuration says.
         """
-        unit = self.replica_size
+        # Training needs at least one whole replica.
+        least = self.parallel.smallest_replica
+        most = num_microbatches or self.batch.num_microbatches
         smallest, largest = bounds
-        useful = (num_microbatches or self.batch.num_microbatches) * self.parallel.ranks_per_sample
-        useful = max(unit, useful)  # training needs at least one whole replica
-        return range(-(-smallest // unit) * unit, min(largest, useful) + 1, unit)
+        found: list[int] = []
+        for size in range(max(smallest, least), min(largest, max(least, most * self.parallel.ranks_per_sample)) + 1):
+            layout = self.parallel.layout(size)
+            if layout.size == size and (layout.data_size <= most or size == least):
+                found.append(size)
+        return found
 
     def targets(self) -> dict[str, str]:
         """Return the targets of the user's own code, by key."""
@@ -1184,8 +1228,7 @@ class Config(Section):
     @field_validator("parallel")
     @classmethod
     def tensor_parts_are_equal(cls, parallel: ParallelConfig, info: ValidationInfo) -> ParallelConfig:
-        num_parts = parallel.num_tensor_parts
-        if num_parts == 1:
+        if parallel.tensor_sizes == (1,):
             return parallel
         batch, model = info.data.get("batch", BatchConfig()), info.data.get("model")
         if batch.microbatch_size == "auto":
@@ -1195,10 +1238,11 @@ class Config(Section):
             message = "must be even or weights by label with parallel.tensor_size, whose workers wait for each other"
             raise PydanticCustomError("rule", message, {"key": "batch.balance"})
         if isinstance(model, GptConfig):
-            if model.num_heads % num_parts:
-                context = {"key": "model.num_heads", "size": num_parts, "found": model.num_heads}
-                message = "must be a multiple of parallel.tensor_size ({size}), found {found}"
-                raise PydanticCustomError("rule", message, context)
+            for num_parts in parallel.tensor_sizes:
+                if model.num_heads % num_parts:
+                    context = {"key": "model.num_heads", "size": num_parts, "found": model.num_heads}
+                    message = "must be a multiple of parallel.tensor_size ({size}), found {found}"
+                    raise PydanticCustomError("rule", message, context)
             if model.dropout_of_attention:
                 context = {"key": "model.attention_dropout"}
                 message = (

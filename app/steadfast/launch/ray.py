@@ -254,12 +254,13 @@ class _Launch:
         mode, why_not = recovery_mode(config.recovery.mode)
         if why_not:
             self.console.line(why_not)
-        if mode.ray_restarts and config.replica_size > 1 and len(config.world_sizes(config.scaling.num_workers)) > 1:
+        smallest, largest = config.scaling.num_workers
+        if mode.ray_restarts and len(config.world_sizes((smallest, largest))) not in (1, largest - smallest + 1):
             raise UsageError(
-                "recovery.mode=restart: Ray would choose numbers of workers that are no multiple of "
-                f"{config.parallel.replica_key} {config.replica_size}. Give scaling.num_workers as one number"
+                "recovery.mode=restart: Ray would choose numbers of workers that do not make whole replicas "
+                f"({config.parallel.replica_key}). Give scaling.num_workers as one number"
             )
-        membership = Membership.of(config.scaling, expected, config.replica_size)
+        membership = Membership.of(config.scaling, expected, config.parallel.layout)
         coordinator = start_coordinator(mode, config.recovery, membership, self.directory, self.ownership)
         cluster = "" if embedded else ray.get_runtime_context().gcs_address
         return Fit(

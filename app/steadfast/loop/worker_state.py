@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from steadfast.checkpoint.initial import build_initial, build_initial_sharded, load_initial
 from steadfast.checkpoint.node_memory import NodeMemory, open_memory
+from steadfast.checkpoint.snapshots import copy_shards
 from steadfast.checkpoint.state import (
     HeldShards,
     HeldState,
@@ -108,9 +109,10 @@ class WorkerState:
         self._closing: list[Callable[[], object]] = []
         self.built_whole_because = ""  # why a sharded model could not be built without memory at first
         self._values: InitialValues | None = None  # initial values of a model that was built without memory
-        self._part = 0, 1  # part of the model that this rank holds in the world, and number of parts
+        self._world: World  # the current one
         self._shards: HeldShards | None = None  # of the last attempt
         self._goes_on_with_shards = False
+        self._shards_move = False  # the last world's replicas had other parts, or none of them is complete
         self._outline: Outline | None = None  # of the model, in a pipeline
         self._examined = False  # whether workers can divide the computation of a sample, see `_examine`
         self._model: nn.Module
@@ -169,7 +171,7 @@ class WorkerState:
         """
         parallel = self.config.parallel
         if isinstance(self.task, GlobalTask):
-            key = "parallel.kind=pipeline" if parallel.num_stages > 1 else "parallel.tensor_size"
+            key = "parallel.kind=pipeline" if parallel.has_stages else "parallel.tensor_size"
             raise UsageError(f"{key}: a task with embed and loss(embeddings) needs the whole model")
         device = self.precision.device
         if self._values is not None:
@@ -184,8 +186,9 @@ class WorkerState:
 
         with own_randomness(0), torch.random.fork_rng([device], enabled=device.type == "cuda"):
             if isinstance(parallel, FsdpConfig):
-                layers = layers_of_plan(self._model, parallel.plan, parallel.tensor_size)
-                examine_split(self._model, layers, parallel.tensor_size, run, device)
+                for num_parts in parallel.tensor_sizes:
+                    layers = layers_of_plan(self._model, parallel.plan, num_parts)
+                    examine_split(self._model, layers, num_parts, run, device)
             else:
                 self._outline = examine(self._model, run, device)
         self._examined = True
@@ -281,8 +284,9 @@ class WorkerState:
         # Only `auto` depends on which GPUs are in the world.
         if self.config.precision.kind == "auto":
             self.precision = self._build_precision(device)
-        self._part = world.part, world.replica_size
-        self._goes_on_with_shards = world.replica_size > 1 and self._has_shards_of(world)
+        self._world = world
+        if not self.config.parallel.survivors_hold_all:
+            self._compare_shards(world)
 
     def _gather_kinds(self, world: World) -> tuple[str, ...]:
         own = kind_of(self.precision.device)
@@ -303,18 +307,34 @@ class WorkerState:
                     f"rank 0: sha256 {base[:12]}, not {bases[0][:12]}"
                 )
 
-    def _has_shards_of(self, world: World) -> bool:
-        """Return whether this rank's shards remain valid. A collective."""
-        same_steps = world.amendments.skip == self.amendments.skip
-        holds = same_steps and self._shards is not None and self._shards.part == (world.part, world.replica_size)
-        held_step = self.step if holds else 0
+    def _compare_shards(self, world: World) -> None:
+        """Find out whether this rank's shards remain valid, or move to other ranks. A collective."""
+        if world.amendments.skip != self.amendments.skip:
+            self._shards = None
+        in_place = world.replica_size > 1 and self._shards is not None and self._shards.world.box == world.box
         control = world.groups.control
-        steps: list[int] = gather_numbers(held_step, control).tolist()
+        steps: list[int] = gather_numbers(self.step if in_place else 0, control).tolist()
         newest = newest_whole(steps, world.replica_size)
         # A complete replica of a rank that was left out may be far behind, and memory holds a newer state. After an
         # interrupted step some ranks have made the update and some have not, hence the 1.
-        furthest = int(gather_numbers(self.step, control).max())
-        return holds and newest > 0 and newest >= furthest - 1
+        furthest = int(gather_numbers(0 if self._shards is None else self.step, control).max())
+        is_whole = newest > 0 and newest >= furthest - 1
+        self._goes_on_with_shards = in_place and is_whole
+        self._shards_move = furthest > 0 and not is_whole
+
+    def copy_shards(self, memory: NodeMemory | None) -> None:
+        """Copy shards that move to `memory`, as parts of a snapshot of the last world. A collective if shards move."""
+        if not self._shards_move or memory is None:
+            return
+        part = None
+        if self._shards is not None and self.step:
+            part = self.step, self._shards.world.attempt, self._shards.world.part
+        parts = [part] * self._world.size
+        dist.all_gather_object(parts, part, group=self._world.groups.control)
+        # Of several ranks with the same part one is enough. Without memory the restore finds older copies.
+        if part is not None and self._shards is not None and parts.index(part) == self._world.rank:
+            with contextlib.suppress(OSError):
+                copy_shards(self._shards, self.step, memory, self.fingerprint + self.base, self.amendments.skip)
 
     def prepare(self, amendments: Amendments, parallel: Parallel) -> tuple[nn.Module, State]:
         """Begin an attempt with a valid held state, or anew.
@@ -369,7 +389,7 @@ class WorkerState:
         if kept and step:
             copy_state(kept, state)
             self.held.complete(step)
-        self._shards = HeldShards(self._part, state)
+        self._shards = HeldShards(self._world, state)
         return model, state
 
     def memory(self, directory: RunDirectory) -> NodeMemory | None:

@@ -187,7 +187,7 @@ class Coordinator:
         if left_over != self._left_over:
             self._left_over = left_over
             if left_over:
-                self.record(events.LeftOver(workers=left_over, unit=self.membership.replica_size))
+                self.record(events.LeftOver(workers=left_over, unit=self.membership.smallest_replica))
 
     def _nothing_to_save(self) -> bool:
         # Only members of a world can hold a state that is newer than the state on storage.

@@ -3,11 +3,12 @@
 The module is pure and receives the time as an argument, so that tests need no cluster.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from steadfast.config import ScalingConfig
+from steadfast.config import Layout, ScalingConfig
 from steadfast.orchestration.seating import seat
 
 _SETTLE_S = 5.0  # time that the first world waits for the remaining workers that the cluster has room for
@@ -65,34 +66,48 @@ class Membership:
     settle_s: float
     gather_s: float
     spares: int = 0  # members beyond `largest` that may wait to replace a lost member
-    replica_size: int = 1  # members of a replica; a world consists of whole replicas
+    # Returns the layout that trains on most of a number of members. A world consists of whole replicas.
+    layout: Callable[[int], Layout] = Layout
     world: tuple[str, ...] = ()
     _leaving: set[str] = field(default_factory=set)  # members of the world that shall not be in the next one
     _waiting: dict[str, float] = field(default_factory=dict)  # member -> time of arrival, in this order
     _nodes: dict[str, str] = field(default_factory=dict)  # member -> its node
     _ranks: dict[str, int] = field(default_factory=dict)  # remaining member of the newest world -> its rank there
+    _replica_size: int = 1  # members of a replica in the newest world
 
     @classmethod
-    def of(cls, scaling: ScalingConfig, expected: int, replica_size: int = 1) -> Self:
+    def of(cls, scaling: ScalingConfig, expected: int, layout: Callable[[int], Layout] = Layout) -> Self:
         """Return the membership of a run that starts.
 
         Args:
             expected: number of workers that the cluster has room for.
         """
-        return cls(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares, replica_size)
+        return cls(*scaling.num_workers, expected, _SETTLE_S, _GATHER_S, scaling.spares, layout)
 
     def __post_init__(self) -> None:
         self._bound(self.smallest, self.largest)
 
     def _bound(self, smallest: int, largest: int) -> None:
         # A world consists of whole replicas, so a lower bound is rounded up and an upper bound down.
-        self.smallest = -(-smallest // self.replica_size) * self.replica_size
-        self.largest = largest // self.replica_size * self.replica_size
-        self.expected = max(self.smallest, min(self.expected, self.largest) // self.replica_size * self.replica_size)
+        while self._usable(smallest) < smallest:
+            smallest += 1
+        self.smallest = smallest
+        self.largest = self._usable(largest)
+        self.expected = max(self.smallest, self._usable(min(self.expected, self.largest)))
+
+    def _usable(self, num_members: int) -> int:
+        """Return the size of the largest world of `num_members` members."""
+        return self.layout(num_members).size
+
+    @property
+    def smallest_replica(self) -> int:
+        """Return the smallest number of members that hold a whole state."""
+        return next(number for number in itertools.count(1) if self._usable(number))
 
     def begin(self, world: tuple[str, ...]) -> None:
         """Set the current world, with its members in the order of ranks."""
         self.world = world
+        self._replica_size = self.layout(len(world)).replica_size
         self._ranks = {member: rank for rank, member in enumerate(world)}
 
     def rank_of(self, member: str) -> int | None:
@@ -165,8 +180,8 @@ class Membership:
     def close(self) -> list[str]:
         """Admit no new members, and release waiting ones as `send_away` does."""
         # Members of the world, and its survivors, must still write their state to storage, however few they are.
-        self._bound(1, max(self.replica_size, len(self.world)))
-        if len(self.world) < self.replica_size:  # less than one replica does not hold a whole state
+        self._bound(1, max(self.smallest_replica, len(self.world)))
+        if len(self.world) < self.smallest_replica:  # less than one replica does not hold a whole state
             return self.send_away(self._candidates())
         return self.send_away(self._newcomers())
 
@@ -175,7 +190,7 @@ class Membership:
         if not set(self.world) <= self._waiting.keys():
             return self._for_a_change(now_s)
         candidates = self._candidates()
-        size = min(self.largest, len(candidates) // self.replica_size * self.replica_size)
+        size = self._usable(min(self.largest, len(candidates)))
         if size < self.smallest:
             return Short(self.smallest - len(candidates))
         # Survivors form a world at once. A later member joins by a resize, while training goes on.
@@ -183,7 +198,7 @@ class Membership:
             left_s = min(self._waiting.values()) + self.settle_s - now_s
             if left_s > 0:
                 return Wait(left_s)
-        self.begin(tuple(seat(candidates, self._ranks, self._nodes, self.replica_size, size // self.replica_size)))
+        self.begin(self._seated(candidates, size))
         for member in self.world:
             del self._waiting[member]
         return Form(self.world)
@@ -193,7 +208,7 @@ class Membership:
         if self._leaving:
             return Resize(none_stays=num_staying == 0)
         newcomers = self._newcomers()
-        size = min(self.largest, (num_staying + len(newcomers)) // self.replica_size * self.replica_size)
+        size = self._usable(min(self.largest, num_staying + len(newcomers)))
         if size <= num_staying:
             return Keep()
         # The time counts from the last arrival, because more members may follow it.
@@ -203,6 +218,12 @@ class Membership:
             return Wait(left_s)
         return Resize()
 
+    def _seated(self, candidates: Sequence[str], size: int) -> tuple[str, ...]:
+        replica_size = self.layout(size).replica_size
+        # In replicas of another size no member finds its part of the model.
+        ranks = self._ranks if replica_size == self._replica_size else {}
+        return tuple(seat(candidates, ranks, self._nodes, replica_size, size // replica_size))
+
     def _candidates(self) -> tuple[str, ...]:
         # Survivors come first and in their order, so that the leader stays the same.
         return (*self.world, *self._newcomers())
@@ -210,7 +231,8 @@ class Membership:
     @property
     def left_over(self) -> int:
         """Return the number of waiting members that do not fill a replica."""
-        return len(self._newcomers()) % self.replica_size
+        num_members = min(self.largest, len(self.world) + len(self._newcomers()))
+        return num_members - self._usable(num_members)
 
     def _newcomers(self) -> list[str]:
         return [member for member in self._waiting if member not in self.world]

@@ -139,7 +139,7 @@ def arrange(world: World, config: ParallelConfig) -> World:
     Raises:
         UsageError: the ranks do not make whole replicas.
     """
-    replica_size = config.replica_size(world.size)
-    if world.size % replica_size:
-        raise UsageError(f"{config.replica_key}={replica_size}: {world.size} workers do not make whole replicas")
-    return replace(world, replica_size=replica_size, stages=config.num_stages, tensor_size=config.num_tensor_parts)
+    layout = config.layout(world.size)
+    if layout.size != world.size:
+        raise UsageError(f"{config.replica_key}: {world.size} workers do not make whole replicas")
+    return replace(world, replica_size=layout.replica_size, stages=layout.stages, tensor_size=layout.tensor)

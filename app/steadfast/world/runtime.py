@@ -103,6 +103,11 @@ class World:
         return self.rank % self.replica_size
 
     @property
+    def box(self) -> tuple[int, ...]:
+        """Return the part, and how a replica divides the model: ranks with equal boxes hold the same parameters."""
+        return self.part, self.stages, self.shard_size, self.tensor_size
+
+    @property
     def in_first_replica(self) -> bool:
         return self.rank < self.replica_size
 
