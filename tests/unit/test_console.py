@@ -81,6 +81,7 @@ STARTED = AttemptStarted(
     num_parameters=812_345,
 )
 CONTINUED = changed(STARTED, world_size=1, source="rank 0", step=49, interruption="failure", former_size=2)
+RELAID = changed(CONTINUED, world_size=7, former_size=8, layout="1 x 7", former_layout="2 x 4")
 DIED = Failure(member="1f2e3d4c", rank=1, pid=4242, host="gpu7", node="0a1b", kind="worker", error="connection closed")
 ON_CPU = changed(LOG, mfu=None, world_size=1, step_ms=4.08, unit="samples")
 
@@ -159,6 +160,7 @@ SHARES = Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
             "workers replaced at step 58 in 3.0 s",
         ),
         (CONTINUED, "1 of 2 workers continue from step 49 after 3.0 s"),
+        (RELAID, "7 of 8 workers continue from step 49, layout 2 x 4 -> 1 x 7 after 3.0 s"),
         (
             changed(CONTINUED, world_size=2, source="checkpoint", lost_steps=9),
             "2 workers continue from step 49, restored from checkpoint, 9 finished steps to repeat after 3.0 s",

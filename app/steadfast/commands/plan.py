@@ -180,7 +180,10 @@ def _parse_time(text: str) -> float:
 def _table(found: dict[str, Any]) -> str:
     epochs = f"{number(found['epochs'])} epochs of {plural(found['train_samples'], 'sample')}"
     lines = [f"{plural(found['steps'], 'step')}, {epochs}", ""]
-    lines.append("workers  layout      microbatches of each       pads  idle  memory of a worker")
+    # Under ddp a layout is the number of workers.
+    with_layout = any(world["layout"] != str(world["workers"]) for world in found["worlds"])
+    column = f"{'layout':<11}  " if with_layout else ""
+    lines.append(f"workers  {column}microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
         shares = world["shares"]
         spread = f"{min(shares)} to {max(shares)}"
@@ -190,7 +193,8 @@ def _table(found: dict[str, Any]) -> str:
         if world["host_memory_bytes"]:
             memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
         figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
-        lines.append(f"{world['workers']:>7}  {world['layout']:<10}  {spread:<25}  {figures}")
+        layout = f"{world['layout']:<11}  " if with_layout else ""
+        lines.append(f"{world['workers']:>7}  {layout}{spread:<25}  {figures}")
     lines += _resharding_table(found["worlds"])
     if found["microbatch_is_measured"]:
         lines += ["", f"for the largest size that batch.microbatch_size=auto may choose: {found['microbatch_size']}"]

@@ -679,7 +679,8 @@ class FsdpConfig(ParallelSection):
                 shards = (next((number for number in range(2, most) if most % number == 0), most),)
             elif self.shard_size is not None:
                 shards = sizes_of(self.shard_size)
-            found += [Layout(1, 1, shard, tensor) for shard in shards]
+            # Fewer workers than a tensor group hold no shard.
+            found += [Layout(1, 1, shard, tensor) for shard in shards if shard]
         return layout_of_most(num_workers, found)
 
     @property

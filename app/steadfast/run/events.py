@@ -170,6 +170,10 @@ class AttemptStarted(Event):
     # "resize", "failure" or "restart" (of the command), if another attempt has finished a step before this one
     interruption: str | None = None
     former_size: int | None = None  # number of workers of that attempt
+    # Sizes of the axes replicate, stage, shard and tensor, as "2 x 8", if several workers hold a model together. Axes
+    # after the first with one worker are left out.
+    layout: str | None = None
+    former_layout: str | None = None  # of that attempt
     lost_steps: int = 0  # finished steps that must be repeated
 
     @property
@@ -191,6 +195,8 @@ class AttemptStarted(Event):
             case _:
                 cost = f" | ready in {self.ready_in_s:.1f} s"
                 line = self._line_of_command()
+        if self.layout and self.former_layout and self.layout != self.former_layout:
+            line += f", layout {self.former_layout} -> {self.layout}"
         if self.lost_steps:
             line += f", {plural(self.lost_steps, 'finished step')} to repeat"
         return line + cost

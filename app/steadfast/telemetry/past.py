@@ -21,6 +21,7 @@ class Past:
     committed: int = 0  # step of the newest checkpoint
     num_nodes: int = 1  # number of nodes of the last attempt, 1 if unknown
     num_workers: int | None = None  # number of workers of the last attempt
+    layout: str | None = None  # of the last attempt
     kind: Kind | None = None  # kind of the interruption before this attempt
     validations: tuple[Mapping[str, float], ...] = ()  # metrics of all validations
 
@@ -47,7 +48,8 @@ class Past:
         if saved := newest.get(Checkpoint):
             past = replace(past, committed=saved.step)
         if started := newest.get(AttemptStarted):
-            past = replace(past, num_nodes=len(started.nodes or {}) or 1, num_workers=started.world_size)
+            num_nodes = len(started.nodes or {}) or 1
+            past = replace(past, num_nodes=num_nodes, num_workers=started.world_size, layout=started.layout)
         if interruptions and interruptions[-1].attempt is None:
             last = interruptions[-1]
             lines = tuple(f"{last.kind}: {cause}" for cause in last.causes) or (last.kind,)

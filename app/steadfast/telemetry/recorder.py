@@ -231,10 +231,13 @@ class Recorder:
             "num_parameters": sum(param.numel() for param in self._worker.model.parameters()),
             "interruption": self._past.kind,
             "former_size": self._past.num_workers,
+            "former_layout": self._past.layout,
             "lost_steps": self._lost_steps,
         }
         if self._snapshots is not None and self._snapshots.nodes:
             known["nodes"] = self._snapshots.nodes
+        if self._world.replica_size > 1:
+            known["layout"] = str(self._config.parallel.layout(self._world.size))
         if self._worker.gpus:
             known["gpus"] = tuple(gpu.name for gpu in self._worker.gpus)
         self._publish(event.model_copy(update=known))
