@@ -242,6 +242,13 @@ def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(
     check_steps(steps(config, shares), twenty_with_whole_heads)
 
 
+def test_stages_of_parts_of_layers_give_the_steps_of_one_process(
+    steps: Steps, twenty_with_whole_heads: Reference
+) -> None:
+    words = ["parallel={kind: pipeline, stages: 2, tensor_size: 2}", "model.attention_dropout=0", "run.steps=20"]
+    check_steps(steps(small(NOWHERE, *words), (7,)), twenty_with_whole_heads)
+
+
 def check_steps(found: Stepped, expected: Reference) -> None:
     check_equal(found.weights, expected.weights)
     assert found.losses == pytest.approx(expected.losses, abs=EQUAL)

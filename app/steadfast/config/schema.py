@@ -605,18 +605,7 @@ class DdpConfig(ParallelSection):
     and smaller ones overlap more of the backward"""
 
 
-FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
-ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
-
-
-class FsdpConfig(ParallelSection):
-    survivors_hold_all: ClassVar[bool] = False
-
-    kind: Literal["fsdp"] = "fsdp"
-    shard_size: PositiveInt | None = None
-    """number of workers that together hold one model, a replica (HSDP); null for all workers. Further replicas hold the
-    same model, and are added or removed whole: workers that do not fill a replica wait. With tensor_size a replica has
-    shard_size times tensor_size workers, and shard_size may be 1"""
+class TensorSection(ParallelSection):
     tensor_size: PositiveInt = 1
     """number of neighbouring workers that compute parts of the same layers for the same samples (tensor parallel). They
     exchange activations in every layer: use it for workers of one machine with fast links between its GPUs"""
@@ -624,6 +613,32 @@ class FsdpConfig(ParallelSection):
     """linear layers that tensor_size splits, by name or by a pattern with *: column by outputs, as the first layers of
     a block, and row by inputs, as the layer that takes their results. null for the model's own plan: its method
     tensor_plan() or the _tp_plan of Hugging Face's models, whose embeddings and head stay whole"""
+
+    @property
+    def num_tensor_parts(self) -> int:
+        return self.tensor_size
+
+    @model_validator(mode="after")
+    def tensor_parts_are_of_whole_layers(self) -> Self:
+        if self.plan is not None and self.tensor_size == 1:
+            raise ValueError("plan needs a tensor_size of at least 2")
+        if self.plan is not None and not {"column", "row"} <= set(self.plan.values()):
+            raise ValueError("plan must have layers of both kinds, column and row, which follow each other")
+        return self
+
+
+FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
+ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+class FsdpConfig(TensorSection):
+    survivors_hold_all: ClassVar[bool] = False
+
+    kind: Literal["fsdp"] = "fsdp"
+    shard_size: PositiveInt | None = None
+    """number of workers that together hold one model, a replica (HSDP); null for all workers. Further replicas hold the
+    same model, and are added or removed whole: workers that do not fill a replica wait. With tensor_size a replica has
+    shard_size times tensor_size workers, and shard_size may be 1"""
     wrap: FsdpUnits = "blocks"
     """modules that are gathered one at a time: blocks, the repeated layers of the model; a list of class names; or a
     number, for modules with at least this many parameters of their own. The rest of the model stays gathered for the
@@ -660,32 +675,23 @@ class FsdpConfig(ParallelSection):
             return "parallel.shard_size"
         return "parallel.tensor_size" if self.shard_size is None else "parallel.shard_size x parallel.tensor_size"
 
-    @property
-    def num_tensor_parts(self) -> int:
-        return self.tensor_size
-
     @model_validator(mode="after")
-    def tensor_parts_are_of_whole_layers(self) -> Self:
-        if self.tensor_size == 1:
-            if self.shard_size == 1:
-                raise ValueError("shard_size must be at least 2 without tensor_size; kind ddp trains without shards")
-            if self.plan is not None:
-                raise ValueError("plan needs a tensor_size of at least 2")
-            return self
-        if self.plan is not None and not {"column", "row"} <= set(self.plan.values()):
-            raise ValueError("plan must have layers of both kinds, column and row, which follow each other")
-        if self.cpu_offload:
+    def shards_are_on_the_gpu_or_of_whole_layers(self) -> Self:
+        if self.shard_size == 1 and self.tensor_size == 1:
+            raise ValueError("shard_size must be at least 2 without tensor_size; kind ddp trains without shards")
+        if self.cpu_offload and self.tensor_size > 1:
             raise ValueError("cpu_offload must be false with tensor_size, which has not been tried with it")
         return self
 
 
-class PipelineConfig(ParallelSection):
+class PipelineConfig(TensorSection):
     survivors_hold_all: ClassVar[bool] = False
 
     kind: Literal["pipeline"] = "pipeline"
     stages: Annotated[int, Field(ge=2)] = 2
     """number of workers that together hold one model, a replica: each holds some of the repeated layers, and passes its
-    results to the next one. Further replicas are added or removed whole"""
+    results to the next one. Further replicas are added or removed whole. With tensor_size each stage has as many
+    workers, and a replica stages times tensor_size"""
     balance: tuple[PositiveInt, ...] | None = None
     """number of repeated layers of each stage; null for even numbers. Give a stage fewer layers if its worker is slower
     or has less memory, or if the last stage's head is large"""
@@ -694,11 +700,11 @@ class PipelineConfig(ParallelSection):
     many microbatches as there are stages from it on; gpipe runs all forwards first, and keeps those of all"""
 
     def replica_size(self, world_size: int) -> int:
-        return self.stages
+        return self.stages * self.tensor_size
 
     @property
     def replica_key(self) -> str:
-        return "parallel.stages"
+        return "parallel.stages" if self.tensor_size == 1 else "parallel.stages x parallel.tensor_size"
 
     @property
     def num_stages(self) -> int:
@@ -1075,9 +1081,13 @@ class Config(Section):
 
     @field_validator("parallel")
     @classmethod
-    def muon_needs_whole_matrices(cls, parallel: DdpConfig | FsdpConfig, info: ValidationInfo) -> Section:
-        if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
+    def muon_needs_whole_matrices(cls, parallel: ParallelConfig, info: ValidationInfo) -> Section:
+        if not isinstance(info.data.get("optimizer"), MuonConfig):
+            return parallel
+        if isinstance(parallel, FsdpConfig):
             raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
+        if parallel.num_tensor_parts > 1:
+            raise ValueError("must be without tensor_size with optimizer.kind=muon, whose update needs whole matrices")
         return parallel
 
     @field_validator("parallel", "precision", "compile")

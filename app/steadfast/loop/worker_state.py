@@ -29,7 +29,7 @@ from steadfast.checkpoint.state import (
     newest_whole,
 )
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import Config, Every, FsdpConfig, TargetOptimizer
+from steadfast.config import Config, Every, TargetOptimizer, TensorSection
 from steadfast.data import Dataset, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
@@ -183,10 +183,10 @@ class WorkerState:
                 return task.loss(self._model, batch)
 
         with own_randomness(0), torch.random.fork_rng([device], enabled=device.type == "cuda"):
-            if isinstance(parallel, FsdpConfig):
+            if isinstance(parallel, TensorSection) and parallel.tensor_size > 1:
                 layers = layers_of_plan(self._model, parallel.plan, parallel.tensor_size)
                 examine_split(self._model, layers, parallel.tensor_size, run, device)
-            else:
+            if parallel.num_stages > 1:
                 self._outline = examine(self._model, run, device)
         self._examined = True
 
