@@ -676,7 +676,7 @@ class FsdpConfig(TensorSection):
         return "parallel.tensor_size" if self.shard_size is None else "parallel.shard_size x parallel.tensor_size"
 
     @model_validator(mode="after")
-    def shards_are_on_the_gpu_or_of_whole_layers(self) -> Self:
+    def shards_go_with_tensor_parts(self) -> Self:
         if self.shard_size == 1 and self.tensor_size == 1:
             raise ValueError("shard_size must be at least 2 without tensor_size; kind ddp trains without shards")
         if self.cpu_offload and self.tensor_size > 1:

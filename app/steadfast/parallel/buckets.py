@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.parallel.digest import digest
-from steadfast.parallel.dtensor import local, sharded_as
+from steadfast.parallel.dtensor import local, with_part
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.world.communicator import Communicator
 
@@ -59,7 +59,7 @@ class Bucket:
             views = self.gradient.split([local(param).numel() for param in self.params])
             for place in places:
                 param = self.params[place]
-                param.grad = sharded_as(param, views[place].view_as(local(param)))
+                param.grad = with_part(param, views[place].view_as(local(param)))
 
     def detach_unused(self) -> None:
         """Set `grad` to None for parameters that no rank has used.

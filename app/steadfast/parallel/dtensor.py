@@ -140,7 +140,7 @@ def sharded_like(held: Tensor, whole: Tensor) -> Tensor:
     return _spread(part, held.device_mesh, held.placements, whole)
 
 
-def sharded_as(like: Tensor, part: Tensor) -> Tensor:
+def with_part(like: Tensor, part: Tensor) -> Tensor:
     """Return a tensor sharded as `like` is, of which this rank holds `part`."""
     if not hasattr(like, "full_tensor"):
         return part

@@ -96,9 +96,8 @@ class PipelineParallelism(ReplicatedParallelism):
         self._outline = outline
         self._divert(model, *bounds[world.stage])
         (self._across,) = world.groups.add_axis(world.lines("replicate"))
-        ranks = range(world.size)
-        replicas = [ranks[first : first + world.replica_size] for first in ranks[:: world.replica_size]]
-        (self._within,) = world.groups.add_axis(replicas)
+        firsts = range(0, world.size, world.replica_size)
+        (self._within,) = world.groups.add_axis(range(first, first + world.replica_size) for first in firsts)
         if world.tensor_size > 1:
             self._split(model)
         self._neighbours = self.neighbours(world)
@@ -106,7 +105,7 @@ class PipelineParallelism(ReplicatedParallelism):
 
     def _split(self, model: nn.Module) -> None:
         """Split this stage's layers of the plan over its tensor group. A collective."""
-        # The imports take a second.
+        # The imports take a second, and only split layers need them.
         from torch.distributed.device_mesh import DeviceMesh
 
         from steadfast.parallel.tensor import split_layers

@@ -39,7 +39,7 @@ def split_layers(model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceM
 
     styles: dict[str, Any] = {}
     for name, style in layers_of_plan(model, plan, mesh.size()).items():
-        if any(True for _ in model.get_submodule(name).parameters()):
+        if list(model.get_submodule(name).parameters()):
             styles[name] = ColwiseParallel() if style == "column" else RowwiseParallel()
     # Without a source every rank takes its part of its own values, and nothing is sent.
     parallelize_module(model, mesh, styles, src_data_rank=None)
