@@ -61,7 +61,7 @@ def test_all_workers_that_are_left_train_on_in_another_layout(command: Commands)
         running.wait_for_event("attempt_started", attempt=3, layout="2 x 2")
         train_some_steps(running)
         check_stopped(running)
-    assert "layout 2 x 2 -> 1 x 3" in running.output
+    assert "layout 2 x 2 -> 1 x 3" in running.output_path.read_text()
 
 
 def train_some_steps(running: Running) -> None:

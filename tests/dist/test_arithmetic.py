@@ -27,6 +27,7 @@ Case = tuple[list[str], Shares]
 
 NOWHERE = Path("nothing-is-written")
 NUM_WORKERS = 6
+EIGHT_ATTEMPTS = count(1)
 PARALLEL = {
     "ddp": "{kind: ddp}",
     "torch": "{kind: ddp, reducer: torch}",
@@ -240,6 +241,39 @@ def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(
     words = ["model.attention_dropout=0", f"memory.activation_checkpointing={checkpointing}", f"compile={compiled}"]
     config = small(NOWHERE, f"parallel={{kind: fsdp, tensor_size: 2, {layout}}}", *words, "run.steps=20")
     check_steps(steps(config, shares), twenty_with_whole_heads)
+
+
+PARTS_IN_STAGES = "parallel={kind: pipeline, stages: 2, tensor_size: 2}", "model.attention_dropout=0", "run.steps=20"
+
+
+def test_stages_of_parts_of_layers_give_the_steps_of_one_process(
+    steps: Steps, twenty_with_whole_heads: Reference
+) -> None:
+    check_steps(steps(small(NOWHERE, *PARTS_IN_STAGES), (7,)), twenty_with_whole_heads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compile=blocks",),
+        ("memory.activation_checkpointing=full", "parallel.schedule=gpipe"),
+        # Only the last stage has layers to split.
+        ("parallel.plan={layers.1.expand: column, layers.1.project: row}",),
+    ],
+    ids=["compiled", "recomputed", "one stage"],
+)
+def test_replicas_of_stages_of_parts_give_the_steps_of_one_process(
+    eight: Gang, words: tuple[str, ...], twenty_with_whole_heads: Reference
+) -> None:
+    config = small(NOWHERE, *PARTS_IN_STAGES, *words)
+    check_steps(take_steps(eight, next(EIGHT_ATTEMPTS), config, (5, 2)), twenty_with_whole_heads)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Gang]:
+    with Gang(8, write_no_code) as gang:
+        yield gang
 
 
 def check_steps(found: Stepped, expected: Reference) -> None:

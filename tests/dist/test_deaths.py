@@ -91,6 +91,11 @@ def test_no_death_while_a_world_connects_ends_the_run(tmp_path: Path, kind: str,
         ("{kind: fsdp, shard_size: 2}", [[0, 1, 2, 3], [0, 1], [0, 2, 4, 5]]),  # 2 waits for another half meanwhile
         ("{kind: pipeline, stages: 2}", [[0, 1, 2, 3], [0, 1], [0, 2, 4, 5]]),
         ("{kind: fsdp, shard_size: 1, tensor_size: 2}", [[0, 1, 2, 3], [0, 1], [0, 2, 4, 5]]),
+        pytest.param(
+            "{kind: pipeline, stages: 2, tensor_size: 2}",
+            [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3], [0, 1, 2, 4, 5, 6, 8, 9]],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_sharded_worlds_shrink_by_deaths_and_grow_where_storage_has_nothing(

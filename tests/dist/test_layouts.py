@@ -16,6 +16,11 @@ from tests.support.small import small
 AUTO = ("parallel={kind: fsdp, shard_size: auto}",)
 STAGES = ("parallel={kind: pipeline, stages: [2, 3]}", "model.num_layers=3")
 TENSOR = ("parallel={kind: fsdp, shard_size: [1, 3], tensor_size: 2}", "model.attention_dropout=0")
+STAGES_OF_PARTS = (
+    "parallel={kind: pipeline, stages: [2, 3], tensor_size: 2}",
+    "model.num_layers=3",
+    "model.attention_dropout=0",
+)
 SLOW = pytest.mark.slow
 # No step comes from storage, because nothing is written there.
 NOTHING_STORED = ("run.steps=16", "checkpoint.every=1000 steps")
@@ -44,6 +49,8 @@ def test_a_planned_change_of_layout_costs_no_step(words: tuple[str, ...], sizes:
         pytest.param(STAGES, 4, 1, id="stages"),
         pytest.param(AUTO, 8, 5, id="fsdp-eight", marks=SLOW),
         pytest.param(TENSOR, 4, 2, id="tensor", marks=SLOW),
+        # Six of the seven that are left train, as 1 x 3 x 2.
+        *(pytest.param(STAGES_OF_PARTS, 8, victim, id=f"stages-of-parts-{victim}", marks=SLOW) for victim in range(8)),
     ],
 )
 def test_all_others_train_on_after_a_death(words: tuple[str, ...], size: int, victim: int, tmp_path: Path) -> None:

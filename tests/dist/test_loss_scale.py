@@ -19,10 +19,11 @@ from tests.support.small import small
 SCALE = "precision={kind: fp16, loss_scale: {initial: 1.0e+15, factor: 1024, window: 4}}"
 STEPS = 24
 TENSOR = "fsdp, tensor_size: 2"
+PARTS_IN_STAGES = "pipeline, tensor_size: 2"
 
 
 def config_of(storage: Path, kind: str, *overrides: str) -> Config:
-    words = ["model.attention_dropout=0"] if kind == TENSOR else []
+    words = ["model.attention_dropout=0"] if kind in (TENSOR, PARTS_IN_STAGES) else []
     return small(storage, SCALE, f"parallel={{kind: {kind}}}", *words, f"run.steps={STEPS}", *overrides)
 
 
@@ -38,10 +39,12 @@ def scale_of(config: Config) -> float:
     return float(read_whole(catalog, newest, "precision")["scale"])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline", TENSOR])
+@pytest.mark.parametrize(
+    "kind", ["ddp", "fsdp", "pipeline", TENSOR, pytest.param(PARTS_IN_STAGES, marks=pytest.mark.slow)]
+)
 def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
     config = config_of(tmp_path, kind, "run.steps=2")
-    run = drill(config, worlds=[2])
+    run = drill(config, worlds=[4 if kind == PARTS_IN_STAGES else 2])
     assert overflows(run) == [1, 2]
     assert run.summary["lost_steps"] == 0
     assert scale_of(config) == pytest.approx(1e15 / 1024**2)

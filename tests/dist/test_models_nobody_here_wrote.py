@@ -23,7 +23,7 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from tests.support.claims import EQUAL, check_ledger, check_weights, largest_difference
 from tests.support.command import ROOT
-from tests.support.drill import drill
+from tests.support.drill import Members, drill
 from tests.support.patches import write_no_code
 from tests.support.reference import reference
 from tests.support.small import CONTEXT, VOCABULARY, small
@@ -158,18 +158,26 @@ def test_its_own_library_loads_what_two_stages_have_made_of_it(name: str, tmp_pa
     torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
 
 
-def test_its_own_library_loads_what_its_own_tensor_plan_has_made_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "parallel", "worlds"),
+    [
+        ("llama", "{kind: fsdp, shard_size: 1, tensor_size: 2}", [4, 2]),
+        pytest.param("untied_llama", "{kind: pipeline, stages: 2, tensor_size: 2}", [4, 4], marks=pytest.mark.slow),
+    ],
+)
+def test_its_own_library_loads_what_its_own_tensor_plan_has_made_of_it(
+    name: str, parallel: str, worlds: list[Members], tmp_path: Path
+) -> None:
     case = CASES["llama"]
-    words = [f"model.target={HERE}:llama", "run.steps=4", "parallel={kind: fsdp, shard_size: 1, tensor_size: 2}"]
-    config = small(tmp_path, *words)
+    config = small(tmp_path, f"model.target={HERE}:{name}", "run.steps=4", f"parallel={parallel}")
     directory = RunDirectory.of(config)
     Ownership.claim(directory.store).release()
     directory.write_config(config)
-    run, expected = drill(config, worlds=[4, 2], leave_after=[1]), reference(config)
+    run, expected = drill(config, worlds=worlds, leave_after=[1]), reference(config)
     check_ledger(run, expected)
     assert largest_difference(run.weights, expected.weights) <= case.equal
     loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
-    trained = llama().double()
+    trained = globals()[name]().double()
     trained.load_state_dict(expected.weights)
     torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
 

@@ -25,6 +25,7 @@ Words = tuple[str, ...]
 HSDP = ("parallel={kind: fsdp, shard_size: 2}",)
 STAGES = ("parallel={kind: pipeline, stages: 2}",)
 TENSOR = ("parallel={kind: fsdp, shard_size: 1, tensor_size: 2}", "model.attention_dropout=0")
+PARTS_IN_STAGES = ("parallel={kind: pipeline, stages: 2, tensor_size: 2}", "model.attention_dropout=0")
 KINDS = ["hsdp", "stages", "tensor"]
 OFTEN = pytest.mark.parametrize("words", [HSDP, STAGES, TENSOR], ids=KINDS)
 SELDOM = pytest.mark.parametrize("words", [HSDP, STAGES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=KINDS)
@@ -121,13 +122,25 @@ def test_no_death_while_replicas_connect_ends_the_run(seed: int, words: Words, t
     assert sorted(run.history.committed) == [*range(1, 25)]
 
 
-def takes_the_last_of_a_part(plotted: Plot) -> bool:
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_no_death_in_stages_of_parts_costs_a_step_or_leaves_garbage(seed: int, tmp_path: Path) -> None:
+    words = (*PARTS_IN_STAGES, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
+    config = small(tmp_path, *words)
+    plotted = plot_replicas(seed, NUM_COLLECTIVES, size=4)
+    run = survive(config, plotted).left
+    check_weights(run, reference(config))
+    if not takes_the_last_of_a_part(plotted, size=4):
+        assert [line["step"] for line in run.history.lines] == [*range(1, 25)]
+
+
+def takes_the_last_of_a_part(plotted: Plot, size: int = 2) -> bool:
     """Whether somebody may die while the newcomer is given the part that nobody else has any more."""
     for attempt, (victim, _) in plotted.deaths.items():
         world = plotted.worlds[attempt - 1]
         for place, member in enumerate(world):
             is_new = attempt > 1 and member not in plotted.worlds[attempt - 2]
-            if is_new and member != victim and place % 2 == world.index(victim) % 2:
+            if is_new and member != victim and place % size == world.index(victim) % size:
                 return True
     return False
 

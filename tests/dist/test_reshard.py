@@ -31,6 +31,7 @@ WORLDS = [
     *(("kind: pipeline", size) for size in (2, 4)),
     ("kind: fsdp, tensor_size: 2, shard_size: 1", 4),
     ("kind: fsdp, tensor_size: 2", 4),
+    ("kind: pipeline, tensor_size: 2", 4),
 ]
 NUM_PROCESSES = 4
 ATTEMPTS = itertools.count(1)  # the gang's store remembers those of former tests: none may come twice

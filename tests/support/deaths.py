@@ -58,17 +58,17 @@ class Plot:
     leave_after: dict[int, int] = field(default_factory=dict)  # attempt -> steps after which its last rank wishes to
 
 
-def plot_replicas(seed: int, num_collectives: int) -> Plot:
-    """Return a plot for replicas of two: each of two newcomers takes a victim's place, then a replica goes on alone."""
+def plot_replicas(seed: int, num_collectives: int, size: int = 2) -> Plot:
+    """Return a plot for two replicas of `size`: two newcomers take victims' places, then a replica goes on alone."""
     draw = random.Random(seed)
-    world = [0, 1, 2, 3]
+    world = [*range(2 * size)]
     worlds, deaths = [], {}
-    for attempt, newcomer in enumerate((4, 5, None), 1):
+    for attempt, newcomer in enumerate((2 * size, 2 * size + 1, None), 1):
         worlds.append(list(world))
-        place = draw.randrange(4)
+        place = draw.randrange(2 * size)
         deaths[attempt] = (world[place], Death(draw.randint(1, num_collectives), draw.choice(_MOMENTS)))  # type: ignore[arg-type]
         if newcomer is None:
-            world = world[2:] if place < 2 else world[:2]
+            world = world[size:] if place < size else world[:size]
         else:
             world[place] = newcomer
     return Plot([*worlds, world], deaths)

@@ -57,6 +57,20 @@ def test_stages_have_memory_and_idle_time_of_their_own(capsys: pytest.CaptureFix
     assert "stage  layers  memory" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_workers_that_share_the_layers_of_a_stage_need_less_memory_each() -> None:
+    words = ["parallel={kind: pipeline, stages: 2}", "scaling.num_workers=[4, 8]", "model.attention_dropout=0"]
+    whole, parts = (plan(config_of(*words, f"parallel.tensor_size={size}"), None) for size in (1, 2))
+    assert [world["workers"] for world in parts["worlds"]] == [4, 8]
+    assert [world["shares"] for world in parts["worlds"]] == [(6,), (3, 3)]
+    assert parts["worlds"][0]["idle"] == pytest.approx(1 / 7)
+    for stage, of_parts in zip(whole["stages"], parts["stages"], strict=True):
+        assert of_parts["memory_bytes"] < stage["memory_bytes"]
+    # No simulation counts more than another one.
+    most = max(stage["memory_bytes"] for stage in parts["stages"])
+    assert [world["memory_bytes"] for world in parts["worlds"]] == [most, most]
+
+
 def test_a_size_that_is_measured_is_planned_with_at_its_largest(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(config_of("batch.microbatch_size=auto", "scaling.num_workers=[2, 4]"), None)
     assert found["microbatch_is_measured"]

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steadfast.config import GptConfig
 from steadfast.errors import ConfigError, UsageError
+from steadfast.loop.worker_state import WorkerState
 from steadfast.models.gpt import Gpt
 from steadfast.parallel.dtensor import TENSOR_AXIS, is_split, local, offset_of, on_mesh_of
 from steadfast.parallel.tensor import examine_split, layers_of_plan
@@ -204,9 +205,31 @@ def test_layers_that_would_compute_something_else_are_refused(layer: type[Layer]
         examine(Net(layer))
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "pipeline"])
+def test_a_worker_refuses_a_plan_that_does_not_fit_its_model(kind: str) -> None:
+    plan = "{layers.*.expand: column, layers.*.attention.project: row}"
+    parallel = f"parallel={{kind: {kind}, tensor_size: 2, plan: {plan}}}"
+    with pytest.raises(UsageError, match=re.escape("its row layers.0.attention.project takes no results of a column")):
+        WorkerState(small("nowhere", parallel, "model.attention_dropout=0"), CPU)
+
+
+PIPELINE = "parallel.kind=pipeline"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ([PIPELINE, "parallel.tensor_size=2"], "model.attention_dropout: must be 0 with parallel.tensor_size"),
+        ([PIPELINE, "parallel.plan={'*.up': column}"], "plan needs a tensor_size of at least 2"),
+        ([PIPELINE, "parallel.tensor_size=2", "parallel.plan={'*.up': column}"], "layers of both kinds"),
+        (
+            [PIPELINE, "parallel.tensor_size=2", "model.attention_dropout=0", "scaling.num_workers=[5, 7]"],
+            "parallel.stages x parallel.tensor_size: no number of workers",
+        ),
+        (
+            [PIPELINE, "parallel.tensor_size=2", "model.attention_dropout=0", "optimizer={kind: muon}"],
+            "must be without tensor_size with optimizer.kind=muon",
+        ),
         (["parallel.tensor_size=2"], "model.attention_dropout: must be 0 with parallel.tensor_size"),
         (["parallel.tensor_size=3", "model.attention_dropout=0"], "model.num_heads: must be a multiple of"),
         (["parallel.tensor_size=2", "parallel.cpu_offload=true"], "cpu_offload must be false with tensor_size"),
@@ -234,6 +257,18 @@ def test_ranks_of_a_tensor_group_read_the_same_samples_and_one_of_them_counts() 
     assert world.lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert world.lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert world.lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_rank_of_a_stage_sends_to_the_rank_with_its_part_and_one_of_the_last_stage_counts() -> None:
+    worlds = []
+    for rank in range(8):
+        worlds.append(World(rank, 8, 1, SimpleNamespace(), replica_size=4, stages=2, tensor_size=2))  # type: ignore[arg-type]
+    assert [world.data_rank for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [world.stage for world in worlds] == [0, 0, 1, 1] * 2
+    assert [world.counts for world in worlds] == [False, False, True, False] * 2
+    assert worlds[0].lines("stage") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert worlds[0].lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert worlds[0].lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 @pytest.fixture

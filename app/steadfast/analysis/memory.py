@@ -135,11 +135,12 @@ class Estimate:
             return found
         if self._outline is None:
             self._outline = self._examine()
-        num_stages = config.layout(world_size).stages
-        for stage, (start, stop) in enumerate(cut(len(self._outline.blocks), num_stages, config.balance)):
+        layout = config.layout(world_size)
+        for stage, (start, stop) in enumerate(cut(len(self._outline.blocks), layout.stages, config.balance)):
             # A stage keeps the activations of as many microbatches as there are stages from it on.
-            kept = num_stages - stage if config.schedule == "1f1b" else max_share
-            memory = self._simulate(config, num_stages, min(kept, max_share), stage)
+            kept = layout.stages - stage if config.schedule == "1f1b" else max_share
+            first = stage * layout.tensor
+            memory = self._simulate(config, layout.replica_size, min(kept, max_share), first)
             found.append({"layers": stop - start, "memory_bytes": memory.total})
         return found
 
@@ -166,6 +167,12 @@ class Estimate:
             world_size: the number of ranks to simulate. Only `rank` runs.
             num_microbatches: of the worker in a step. Without stages a third one changes nothing.
         """
+        # DTensor finds the shapes of results by tensors of its own, which count too, and remembers the shapes.
+        if strategy.has_tensor_parts:
+            self._simulate_once(strategy, world_size, num_microbatches, rank)
+        return self._simulate_once(strategy, world_size, num_microbatches, rank)
+
+    def _simulate_once(self, strategy: ParallelConfig, world_size: int, num_microbatches: int, rank: int) -> Memory:
         precision = build_precision(self._config.precision, _CPU)
         task = build_task(self._config.task)
         # The simulation uses the CPU, because the attention kernels of the meta device hold more memory.

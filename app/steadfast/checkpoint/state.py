@@ -258,7 +258,7 @@ def _digest_of(named: Iterable[tuple[str, Any]]) -> str:
 
 def _of_stages(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, Any]]:
     """Yield the bytes of all tensors of a replica, from the first rank that holds each. A collective."""
-    own = [name for name, tensor in tensors.items() if not tensor.is_meta]
+    own = {name for name, tensor in tensors.items() if not tensor.is_meta}
     by_rank: list[Any] = [None] * world.size
     dist.all_gather_object(by_rank, own, group=world.groups.control)
     holders: dict[str, int] = {}
@@ -266,7 +266,8 @@ def _of_stages(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[st
         for name in names:
             holders.setdefault(name, rank)
     for name, holder in sorted(holders.items()):
-        data = [bytes(_bytes_of(tensors[name])) if holder == world.rank else None]
+        # All holders of a tensor gather its parts together.
+        data = [bytes(_bytes_of(tensors[name])) if name in own else None]
         dist.broadcast_object_list(data, holder, group=world.groups.control)
         yield name, data[0]
 

@@ -5,6 +5,7 @@ A configuration is parsed once, frozen, and handed out in slices. A section that
 rule's name. An error is reported at the field of its method, so a rule belongs to the field that is read later.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -608,6 +609,10 @@ class ParallelSection(Section):
         return (1,)
 
     @property
+    def has_tensor_parts(self) -> bool:
+        return self.tensor_sizes != (1,)
+
+    @property
     def ranks_per_sample(self) -> int:
         """Return the largest number of workers that compute the same samples."""
         return max(self.tensor_sizes)
@@ -623,11 +628,36 @@ class DdpConfig(ParallelSection):
     and smaller ones overlap more of the backward"""
 
 
+class TensorSection(ParallelSection):
+    tensor_size: AxisSize = 1
+    """number of neighbouring workers that compute parts of the same layers for the same samples (tensor parallel). With
+    a list, each new world takes the number with which most workers train, and of these the smallest. These workers
+    exchange activations in every layer: use it for workers of one machine with fast links between its GPUs"""
+    plan: dict[Text, Literal["column", "row"]] | None = None
+    """linear layers that tensor_size splits, by name or by a pattern with *: column by outputs, as the first layers of
+    a block, and row by inputs, as the layer that takes their results. null for the model's own plan: its method
+    tensor_plan() or the _tp_plan of Hugging Face's models, whose embeddings and head stay whole"""
+
+    @property
+    def tensor_sizes(self) -> Sizes:
+        return sizes_of(self.tensor_size)
+
+    @model_validator(mode="after")
+    def tensor_parts_are_of_whole_layers(self) -> Self:
+        if self.has_tensor_parts and 1 in self.tensor_sizes:
+            raise ValueError("tensor_size must be a number, or a list of numbers from 2 on")
+        if self.plan is not None and not self.has_tensor_parts:
+            raise ValueError("plan needs a tensor_size of at least 2")
+        if self.plan is not None and not {"column", "row"} <= set(self.plan.values()):
+            raise ValueError("plan must have layers of both kinds, column and row, which follow each other")
+        return self
+
+
 FsdpUnits = Literal["blocks"] | PositiveInt | tuple[Text, ...]
 ParamFormat = Literal["auto", "fp32", "bf16", "fp16"]
 
 
-class FsdpConfig(ParallelSection):
+class FsdpConfig(TensorSection):
     survivors_hold_all: ClassVar[bool] = False
 
     kind: Literal["fsdp"] = "fsdp"
@@ -636,14 +666,6 @@ class FsdpConfig(ParallelSection):
     same model, and are added or removed whole: workers that do not fill a replica wait. With a list, each new world
     takes the number with which most workers train, and of these the smallest; auto is a list of all numbers from 2 on.
     With tensor_size a replica has shard_size times tensor_size workers, and shard_size may be 1"""
-    tensor_size: AxisSize = 1
-    """number of neighbouring workers that compute parts of the same layers for the same samples (tensor parallel), or a
-    list as for shard_size. They exchange activations in every layer: use it for workers of one machine with fast links
-    between its GPUs"""
-    plan: dict[Text, Literal["column", "row"]] | None = None
-    """linear layers that tensor_size splits, by name or by a pattern with *: column by outputs, as the first layers of
-    a block, and row by inputs, as the layer that takes their results. null for the model's own plan: its method
-    tensor_plan() or the _tp_plan of Hugging Face's models, whose embeddings and head stay whole"""
     wrap: FsdpUnits = "blocks"
     """modules that are gathered one at a time: blocks, the repeated layers of the model; a list of class names; or a
     number, for modules with at least this many parameters of their own. The rest of the model stays gathered for the
@@ -691,39 +713,28 @@ class FsdpConfig(ParallelSection):
 
     @property
     def replica_key(self) -> str:
-        if self.tensor_sizes == (1,):
+        if not self.has_tensor_parts:
             return "parallel.shard_size"
         return "parallel.tensor_size" if self.shard_size is None else "parallel.shard_size x parallel.tensor_size"
 
-    @property
-    def tensor_sizes(self) -> Sizes:
-        return sizes_of(self.tensor_size)
-
     @model_validator(mode="after")
-    def tensor_parts_are_of_whole_layers(self) -> Self:
-        if self.tensor_sizes == (1,):
-            if isinstance(self.shard_size, int | tuple) and 1 in sizes_of(self.shard_size):
-                raise ValueError("shard_size must be at least 2 without tensor_size; kind ddp trains without shards")
-            if self.plan is not None:
-                raise ValueError("plan needs a tensor_size of at least 2")
-            return self
-        if 1 in self.tensor_sizes:
-            raise ValueError("tensor_size must be a number, or a list of numbers from 2 on")
-        if self.plan is not None and not {"column", "row"} <= set(self.plan.values()):
-            raise ValueError("plan must have layers of both kinds, column and row, which follow each other")
-        if self.cpu_offload:
+    def shards_go_with_tensor_parts(self) -> Self:
+        if not self.has_tensor_parts and isinstance(self.shard_size, int | tuple) and 1 in sizes_of(self.shard_size):
+            raise ValueError("shard_size must be at least 2 without tensor_size; kind ddp trains without shards")
+        if self.cpu_offload and self.has_tensor_parts:
             raise ValueError("cpu_offload must be false with tensor_size, which has not been tried with it")
         return self
 
 
-class PipelineConfig(ParallelSection):
+class PipelineConfig(TensorSection):
     survivors_hold_all: ClassVar[bool] = False
 
     kind: Literal["pipeline"] = "pipeline"
     stages: AxisSize = 2
     """number of workers that together hold one model, a replica: each holds some of the repeated layers, and passes its
     results to the next one. Further replicas are added or removed whole. With a list, each new world takes the number
-    with which most workers train, and of these the smallest"""
+    with which most workers train, and of these the smallest. With tensor_size each stage has as many workers, and a
+    replica stages times tensor_size"""
     balance: tuple[PositiveInt, ...] | None = None
     """number of repeated layers of each stage; null for even numbers, as with a list of stages. Give a stage fewer
     layers if its worker is slower or has less memory, or if the last stage's head is large"""
@@ -732,15 +743,16 @@ class PipelineConfig(ParallelSection):
     many microbatches as there are stages from it on; gpipe runs all forwards first, and keeps those of all"""
 
     def layout(self, num_workers: int) -> Layout:
-        return layout_of_most(num_workers, [Layout(1, stages) for stages in sizes_of(self.stages)])
+        pairs = itertools.product(sizes_of(self.stages), self.tensor_sizes)
+        return layout_of_most(num_workers, [Layout(1, stages, 1, tensor) for stages, tensor in pairs])
 
     @property
     def smallest_replica(self) -> int:
-        return min(sizes_of(self.stages))
+        return min(sizes_of(self.stages)) * min(self.tensor_sizes)
 
     @property
     def replica_key(self) -> str:
-        return "parallel.stages"
+        return "parallel.stages x parallel.tensor_size" if self.has_tensor_parts else "parallel.stages"
 
     @property
     def has_stages(self) -> bool:
@@ -748,7 +760,7 @@ class PipelineConfig(ParallelSection):
 
     @property
     def ranks_per_sample(self) -> int:
-        return max(sizes_of(self.stages))
+        return max(sizes_of(self.stages)) * super().ranks_per_sample
 
     @model_validator(mode="after")
     def each_stage_has_layers(self) -> Self:
@@ -1120,9 +1132,13 @@ class Config(Section):
 
     @field_validator("parallel")
     @classmethod
-    def muon_needs_whole_matrices(cls, parallel: DdpConfig | FsdpConfig, info: ValidationInfo) -> Section:
-        if isinstance(info.data.get("optimizer"), MuonConfig) and isinstance(parallel, FsdpConfig):
+    def muon_needs_whole_matrices(cls, parallel: ParallelConfig, info: ValidationInfo) -> Section:
+        if not isinstance(info.data.get("optimizer"), MuonConfig):
+            return parallel
+        if isinstance(parallel, FsdpConfig):
             raise ValueError("must not be fsdp with optimizer.kind=muon, whose update needs whole matrices")
+        if parallel.has_tensor_parts:
+            raise ValueError("must be without tensor_size with optimizer.kind=muon, whose update needs whole matrices")
         return parallel
 
     @field_validator("parallel", "precision", "compile")
@@ -1229,7 +1245,7 @@ class Config(Section):
     @field_validator("parallel")
     @classmethod
     def tensor_parts_are_equal(cls, parallel: ParallelConfig, info: ValidationInfo) -> ParallelConfig:
-        if parallel.tensor_sizes == (1,):
+        if not parallel.has_tensor_parts:
             return parallel
         batch, model = info.data.get("batch", BatchConfig()), info.data.get("model")
         if batch.microbatch_size == "auto":

@@ -148,8 +148,9 @@ class _Trial:
 
     def _of_all_stages(self, sums: Sums) -> Sums:
         """Return the last stage's sums on every stage, which all go on in the same way. A collective."""
-        # Every replica tries the same samples.
-        numbers = torch.tensor([float(sums.loss_sum), float(sums.count)], dtype=torch.float64) / self._world.replicate
+        numbers = torch.tensor([float(sums.loss_sum), float(sums.count)], dtype=torch.float64)
+        # All ranks of the last stage try the same samples.
+        numbers /= self._world.size // self._world.stages
         dist.all_reduce(numbers, group=self._world.groups.control)
         return replace(sums, loss_sum=numbers[0], count=numbers[1])
 

@@ -30,7 +30,7 @@ from steadfast.checkpoint.state import (
     newest_whole,
 )
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import Config, Every, FsdpConfig, TargetOptimizer
+from steadfast.config import Config, Every, TargetOptimizer, TensorSection
 from steadfast.data import Dataset, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
@@ -185,11 +185,11 @@ class WorkerState:
                 return task.loss(self._model, batch)
 
         with own_randomness(0), torch.random.fork_rng([device], enabled=device.type == "cuda"):
-            if isinstance(parallel, FsdpConfig):
+            if isinstance(parallel, TensorSection) and parallel.has_tensor_parts:
                 for num_parts in parallel.tensor_sizes:
                     layers = layers_of_plan(self._model, parallel.plan, num_parts)
                     examine_split(self._model, layers, num_parts, run, device)
-            else:
+            if parallel.has_stages:
                 self._outline = examine(self._model, run, device)
         self._examined = True
 

@@ -85,7 +85,7 @@ class _CombinedOptimizer(torch.optim.Optimizer):
 
 def _compute_on_parts(optimizer: Any) -> None:
     """Let Adam compute on this rank's parts of DTensors, which suffice for an elementwise update."""
-    if not all(map(is_sharded, parameters_of(optimizer.param_groups))):
+    if not any(map(is_sharded, parameters_of(optimizer.param_groups))):
         return
     collect = optimizer._init_group
 

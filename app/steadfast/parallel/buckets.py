@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.parallel.digest import digest
+from steadfast.parallel.dtensor import local, with_part
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.world.communicator import Communicator
 
@@ -21,7 +22,7 @@ _CAP_MB = 25
 
 @dataclass(eq=False)
 class Bucket:
-    """Flat buffer with the gradients and flags of some parameters.
+    """Flat buffer with the gradients and flags of some parameters, of which this rank may hold parts.
 
     A flag is 1 if this rank has used the parameter in the step, else 0. Flags are summed with the gradients, so that
     every rank knows which parameters no rank has used.
@@ -37,8 +38,8 @@ class Bucket:
 
         The parameters share one dtype and device.
         """
-        num_elements = sum(map(Tensor.numel, params))
-        bucket = cls(params, params[0].new_zeros(num_elements + len(params)))
+        num_elements = sum(local(param).numel() for param in params)
+        bucket = cls(params, local(params[0]).new_zeros(num_elements + len(params)))
         bucket.attach(range(len(params)))
         return bucket
 
@@ -55,9 +56,10 @@ class Bucket:
     def attach(self, places: Sequence[int]) -> None:
         """Make the gradients of the parameters at `places` views of the bucket."""
         if places:
-            views = self.gradient.split(list(map(Tensor.numel, self.params)))
+            views = self.gradient.split([local(param).numel() for param in self.params])
             for place in places:
-                self.params[place].grad = views[place].view_as(self.params[place])
+                param = self.params[place]
+                param.grad = with_part(param, views[place].view_as(local(param)))
 
     def detach_unused(self) -> None:
         """Set `grad` to None for parameters that no rank has used.
@@ -316,5 +318,5 @@ def _split(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[list[nn.P
             buckets.append([])
             filled = 0
         buckets[-1].append(param)
-        filled += param.numel() * param.element_size()
+        filled += local(param).nbytes
     return buckets

@@ -63,6 +63,20 @@ def norms_of_parts(norms: Tensor, like: Sequence[Tensor]) -> Tensor:
     return within_reach(_spread(norms, of_one.device_mesh, of_one.placements, norms))
 
 
+def squares_to_sum(norms: Tensor, gradients: Sequence[Tensor], tensor_rank: int) -> Tensor:
+    """Return squared norms of gradients' parts, whose sums over a tensor group count each part once.
+
+    Args:
+        norms: norms of this rank's parts, one per gradient.
+        tensor_rank: place of this rank on the tensor axis.
+    """
+    squares = norms.square()
+    if tensor_rank:
+        # The first rank counts what is the same on all of them.
+        squares *= torch.tensor(list(map(is_split, gradients)), device=norms.device)
+    return squares
+
+
 def within_reach(tensor: Tensor) -> Tensor:
     """Return a DTensor whose local part is on the mesh's device.
 
@@ -124,6 +138,16 @@ def sharded_like(held: Tensor, whole: Tensor) -> Tensor:
     shape, offset = _box(whole.shape, held)
     part = whole[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
     return _spread(part, held.device_mesh, held.placements, whole)
+
+
+def with_part(like: Tensor, part: Tensor) -> Tensor:
+    """Return a tensor sharded as `like` is, of which this rank holds `part`."""
+    if not hasattr(like, "full_tensor"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return _spread(part, like.device_mesh, like.placements, like)
 
 
 def offset_of(held: Tensor) -> tuple[int, ...]:

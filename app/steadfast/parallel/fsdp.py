@@ -31,7 +31,14 @@ from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError
 from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
 from steadfast.parallel.buckets import weak_hook
-from steadfast.parallel.dtensor import TENSOR_AXIS, is_sharded, is_split, local, norms_of_parts, on_tensor_axis
+from steadfast.parallel.dtensor import (
+    TENSOR_AXIS,
+    is_sharded,
+    local,
+    norms_of_parts,
+    on_tensor_axis,
+    squares_to_sum,
+)
 from steadfast.parallel.precision import Precision
 from steadfast.tasks import Sums
 from steadfast.world.communicator import Communicator
@@ -205,9 +212,7 @@ class FullyShardedDataParallelism:
         if self._world.tensor_size == 1:
             return norms_of_parts(norms, gradients)
         # Gradients of split layers and of others are on different meshes, so the sums over both axes are made here.
-        squares = norms.square()
-        if self._world.tensor:
-            squares *= torch.tensor(list(map(is_split, gradients)), device=norms.device)
+        squares = squares_to_sum(norms, gradients, self._world.tensor)
         for axis in ("shard", "tensor"):
             self._within[axis].sum(squares)
             self._within[axis].wait()

@@ -25,6 +25,7 @@ from steadfast.config import DdpConfig, PipelineConfig
 from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError, UsageError
 from steadfast.parallel.buckets import GradientBuckets
+from steadfast.parallel.dtensor import TENSOR_AXIS, squares_to_sum
 from steadfast.parallel.precision import Precision
 from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.parallel.stages import Outline, cut, get_generators, keep_only, outline_of, set_generators
@@ -54,17 +55,22 @@ class _Forward(NamedTuple):
 
 
 class PipelineParallelism(ReplicatedParallelism):
-    """Strategy of stages, each of which is summed over replicas."""
+    """Strategy of stages, each of which is summed over replicas.
+
+    With `parallel.tensor_size` a stage has several ranks, which compute parts of its layers. Each sends its hidden
+    state, which is the same on all of them, to the rank of the next stage with the same part.
+    """
 
     survivors_hold_all: ClassVar[bool] = PipelineConfig.survivors_hold_all
 
     def __init__(self, config: PipelineConfig, world: World, precision: Precision) -> None:
         super().__init__(DdpConfig(), world, precision)
         self._balance = config.balance
+        self._plan = config.plan
         self.neighbours: Callable[[World], Neighbours] = Neighbours  # an estimate sends nothing
         self._neighbours: Neighbours
         self._across: Communicator  # the same stage of other replicas
-        self._within: Communicator  # the stages of this replica
+        self._within: Communicator  # all ranks of this replica
         self._outline: Outline
         self._places: dict[str, int] = {}  # trained parameter of the whole model -> its index among them
         self._trained: list[tuple[nn.Parameter, int]] = []  # of this stage, with that index
@@ -90,9 +96,26 @@ class PipelineParallelism(ReplicatedParallelism):
         self._outline = outline
         self._divert(model, *bounds[world.stage])
         (self._across,) = world.groups.add_axis(world.lines("replicate"))
-        (self._within,) = world.groups.add_axis(world.lines("stage"))
+        firsts = range(0, world.size, world.replica_size)
+        (self._within,) = world.groups.add_axis(range(first, first + world.replica_size) for first in firsts)
+        if world.tensor_size > 1:
+            self._split(model)
         self._neighbours = self.neighbours(world)
         return model
+
+    def _split(self, model: nn.Module) -> None:
+        """Split this stage's layers of the plan over its tensor group. A collective."""
+        # The imports take a second, and only split layers need them.
+        from torch.distributed.device_mesh import DeviceMesh
+
+        from steadfast.parallel.tensor import split_layers
+
+        world = self._world
+        (communicator,) = world.groups.add_axis(world.lines("tensor"))
+        # DTensor caches results by a mesh's name, so each attempt has its own.
+        name = f"attempt-{world.attempt}{TENSOR_AXIS}"
+        device = self._precision.device.type
+        split_layers(model, self._plan, DeviceMesh.from_group(communicator.group, device, mesh_dim_names=(name,)))
 
     def _begin(self, model: nn.Module) -> None:
         """Begin the first step, because only then the parameters have memory."""
@@ -137,7 +160,7 @@ class PipelineParallelism(ReplicatedParallelism):
             sums = Sums(torch.zeros((), dtype=torch.float64, device=output.device), 0)
         if self._world.stage and self._received is None:
             raise TrainingError("parallel.kind=pipeline: a forward did not run the layers of this stage")
-        if not self._world.counts:
+        if not self._world.in_last_stage:
             if output is sums.loss_sum:
                 raise TrainingError("parallel.kind=pipeline: a forward did not run the layers of the next stage")
             self._neighbours.send_forward(output.detach(), self._more)
@@ -146,7 +169,7 @@ class PipelineParallelism(ReplicatedParallelism):
 
     def backward(self, loss: Tensor) -> None:
         assert self._forward is not None
-        if self._world.counts:
+        if self._world.in_last_stage:
             self._forward = self._forward._replace(output=loss)
         self._waiting.append(self._forward)
         self._forward = None
@@ -158,7 +181,7 @@ class PipelineParallelism(ReplicatedParallelism):
         """Run the backward of the oldest microbatch, and sum the gradients after the step's last one."""
         received, output = self._waiting.popleft()
         self._buckets.expect(self._last and not self._waiting)
-        if self._world.counts:
+        if self._world.in_last_stage:
             self._precision.backward(output)
         else:
             gradient = self._neighbours.receive_backward()
@@ -172,7 +195,7 @@ class PipelineParallelism(ReplicatedParallelism):
         self._buckets.finish()
 
     def _expect(self) -> None:
-        if self._waiting and not self._world.counts:
+        if self._waiting and not self._world.in_last_stage:
             self._neighbours.expect_backward(self._waiting[0].output)
 
     @contextmanager
@@ -193,12 +216,12 @@ class PipelineParallelism(ReplicatedParallelism):
         super().store_gradients()
 
     def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
-        whole = norms.new_zeros(len(self._places))
+        squares = norms.new_zeros(len(self._places))
         places = [place for param, place in self._trained if param.grad is not None]
-        whole[places] = norms
-        self._within.sum(whole)
+        squares[places] = squares_to_sum(norms, gradients, self._world.tensor)
+        self._within.sum(squares)
         self._within.wait()
-        return whole
+        return squares.sqrt()
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
         if self._trained:  # a step has begun
@@ -239,7 +262,7 @@ class Neighbours:
         forward, backward = world.groups.add_axis(pairs), world.groups.add_axis(pairs)
         # Only the first stage has no pair with a stage before it.
         self._before = (forward[0], backward[0]) if world.stage else None
-        self._after = None if world.counts else (forward[-1], backward[-1])
+        self._after = None if world.in_last_stage else (forward[-1], backward[-1])
         # Receptions are started ahead of their use, so that a transfer takes place while both stages compute.
         self._ahead: tuple[Tensor, Tensor] | None = None  # header and hidden state, in memory as large as the last ones
         self._gradient: Tensor | None = None

@@ -33,13 +33,14 @@ _TOLERANCE = 1e-5  # relative difference that rounding in fp32 explains
 
 
 def split_layers(model: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh) -> None:
-    """Split the layers of a plan over the ranks of a mesh."""
+    """Split the layers of a plan over the ranks of a mesh, unless another stage holds them."""
     # The import takes a second.
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles: dict[str, Any] = {}
     for name, style in layers_of_plan(model, plan, mesh.size()).items():
-        styles[name] = ColwiseParallel() if style == "column" else RowwiseParallel()
+        if list(model.get_submodule(name).parameters()):
+            styles[name] = ColwiseParallel() if style == "column" else RowwiseParallel()
     # Without a source every rank takes its part of its own values, and nothing is sent.
     parallelize_module(model, mesh, styles, src_data_rank=None)
 

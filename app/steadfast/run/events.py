@@ -755,7 +755,7 @@ class Waiting(Event):
 class LeftOver(Event):
     """Some workers wait until another replica is complete.
 
-    A replica has `parallel.shard_size` workers, times `parallel.tensor_size`, or `parallel.stages` in a pipeline.
+    A replica has `parallel.shard_size` workers, or `parallel.stages` in a pipeline, times `parallel.tensor_size`.
     """
 
     workers: int  # workers that wait

@@ -81,9 +81,13 @@ class World:
         return self.rank // self.replica_size * self.shard_size + self.shard
 
     @property
+    def in_last_stage(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
     def counts(self) -> bool:
         """Return whether this rank's losses and samples are counted, as one of those that compute the same ones."""
-        return self.stage == self.stages - 1 and self.tensor == 0
+        return self.in_last_stage and self.tensor == 0
 
     def lines(self, axis: Axis) -> list[list[int]]:
         """Return the ranks that differ in their place on one axis only, for all places on the other axes."""
