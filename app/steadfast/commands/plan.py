@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
 from steadfast.config import BatchConfig, CheckpointConfig, Config, FsdpConfig, ParallelConfig, ScalingConfig
 from steadfast.errors import UsageError
-from steadfast.plan import even_shares, largest_microbatch
+from steadfast.plan import largest_microbatch
 from steadfast.units import duration, number, plural, size
 
 if TYPE_CHECKING:
@@ -96,17 +96,21 @@ def _with_largest_microbatch(batch: BatchConfig, scaling: ScalingConfig) -> Batc
 
 def _world(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
     stages, ranks_per_sample = parallel.num_stages, parallel.ranks_per_sample
-    shares = even_shares(batch.num_microbatches, world_size // ranks_per_sample)
+    size, num_ranks = batch.samples_per_microbatch, world_size // ranks_per_sample
     # All shards of a replica run as many forward passes as the one with the largest share among them.
     shard_size = parallel.replica_size(world_size) // ranks_per_sample
-    num_forwards = 0
-    for first in range(0, len(shares), shard_size):
-        num_forwards += shard_size * max(shares[first : first + shard_size])
-    pads = num_forwards - batch.num_microbatches
+    plan = batch.plan_kind.even(batch.global_size, size, num_ranks, shard_size)
+    shares, parts = plan.shares_at(1), plan.parts(1)
+    pads = sum(plan.num_forwards(1, rank) for rank in range(num_ranks)) - sum(shares)
     # Every rank waits for the rank with the most microbatches, and a stage while a step's first microbatch comes to it
     # and while the last one goes on from it.
-    idle = 1 - batch.num_microbatches * ranks_per_sample / ((max(shares) + stages - 1) * world_size)
-    return {"workers": world_size, "shares": shares, "pads": pads, "idle": idle}
+    work: float = batch.num_microbatches
+    longest: float = max(shares)
+    if any(parts):
+        work = batch.global_size / size
+        longest += max(parts) / size - 1
+    idle = 1 - work * ranks_per_sample / ((longest + stages - 1) * world_size)
+    return {"workers": world_size, "shares": shares, "parts": parts, "pads": pads, "idle": idle}
 
 
 def _add_memory(worlds: list[dict[str, Any]], estimate: "Estimate", parallel: ParallelConfig) -> None:
@@ -182,13 +186,15 @@ def _table(found: dict[str, Any]) -> str:
     lines = [f"{plural(found['steps'], 'step')}, {epochs}", ""]
     lines.append("workers  microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
-        shares = world["shares"]
+        shares, parts = world["shares"], world["parts"]
         spread = f"{min(shares)} to {max(shares)}"
         if min(shares) == max(shares):
             spread = f"{max(shares)}"
         memory = size(world["memory_bytes"])
         if world["host_memory_bytes"]:
             memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
+        if any(parts):
+            spread = f"{max(shares) - 1} and {min(parts)} to {max(parts)} samples"
         figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
         lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
     lines += _resharding_table(found["worlds"])
