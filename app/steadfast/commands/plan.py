@@ -3,7 +3,7 @@
 import json
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -187,14 +187,12 @@ def _table(found: dict[str, Any]) -> str:
     lines.append("workers  microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
         shares, parts = world["shares"], world["parts"]
-        spread = f"{min(shares)} to {max(shares)}"
-        if min(shares) == max(shares):
-            spread = f"{max(shares)}"
+        spread = _spread(shares)
+        if any(parts):
+            spread = f"{max(shares) - 1} and {_spread(parts)} samples"
         memory = size(world["memory_bytes"])
         if world["host_memory_bytes"]:
             memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
-        if any(parts):
-            spread = f"{max(shares) - 1} and {min(parts)} to {max(parts)} samples"
         figures = f"{world['pads']:>4}  {world['idle']:>4.0%}  {memory}"
         lines.append(f"{world['workers']:>7}  {spread:<25}  {figures}")
     lines += _resharding_table(found["worlds"])
@@ -218,6 +216,11 @@ def _table(found: dict[str, Any]) -> str:
     for warning in found["warnings"]:
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
+
+
+def _spread(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{most}" if least == most else f"{least} to {most}"
 
 
 def _resharding_table(worlds: list[dict[str, Any]]) -> list[str]:
