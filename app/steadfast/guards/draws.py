@@ -67,7 +67,8 @@ def no_draws(device: torch.device) -> Iterator[None]:
 
 
 def _states(device: torch.device) -> dict[str, object]:
-    _, numpy_keys, *numpy_place = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
+    _, numpy_keys, *numpy_place = numpy_state
     states: dict[str, object] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "numpy": (numpy_keys.tobytes(), numpy_place),
