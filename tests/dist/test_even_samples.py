@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from steadfast.plan import EvenSamplesPlan, Microbatch
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import ForwardsShrunk
 from steadfast.tasks import LanguageModeling, Sums
-from tests.dist.test_global_loss import clip
+from tests.dist.test_global_loss import Clip, clip
 from tests.support.claims import CLAIMS, check_equal, check_ledger, check_losses, check_run, check_weights
 from tests.support.deaths import Plot, survive
 from tests.support.drill import Drilled, Members, drill
@@ -93,13 +94,22 @@ def test_parts_are_split_again_when_memory_has_run_out(tmp_path: Path, kind: str
     check_run(drill(config, worlds=[3, 2], leave_after=[3]), reference(config))
 
 
+class DrawingClip(Clip):
+    """Draws in the loss of the global batch, whose samples no world cuts."""
+
+    def loss(self, embeddings: dict[str, Any]) -> Sums:
+        sums = super().loss(embeddings)
+        return Sums(sums.loss_sum * (1 + torch.rand(())), sums.count)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("global_size", [13, 5])
 def test_loss_of_the_global_batch_is_that_of_whole_microbatches(tmp_path: Path, kind: str, global_size: int) -> None:
     """With five samples in microbatches of 4, three workers have no whole microbatch."""
     model = "model={target: 'tests.dist.test_global_loss:TwoTowers', args: {dropout: 0}}"
-    words = ["batch.microbatch_size=4", f"batch.global_size={global_size}", model]
+    task = f"task.target={HERE}:DrawingClip"
+    words = ["batch.microbatch_size=4", f"batch.global_size={global_size}", model, task]
     whole = drill(clip(tmp_path / "whole", *words), worlds=[1])
     cut = drill(clip(tmp_path / "cut", *words, EVEN_SAMPLES, f"parallel.kind={kind}"), worlds=[3])
     found, expected = ([line["loss"] for line in run.history.lines] for run in (cut, whole))

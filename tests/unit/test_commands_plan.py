@@ -54,7 +54,7 @@ def test_parts_of_microbatches_leave_less_idle_time(capsys: pytest.CaptureFixtur
     assert [round(world["idle"], 3) for world in found] == [round(1 - 29 / 30, 3), 0, round(1 - 29 / 30, 3)]
     assert {world["pads"] for world in found} == {0}
     assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", "batch.balance=even_samples"]) == 0
-    assert "\n      4  1 and 4 samples           0    0%  " in capsys.readouterr().out
+    assert "\n      4  1 and 4 samples               0    0%  " in capsys.readouterr().out
 
 
 def test_stages_have_memory_and_idle_time_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
