@@ -108,7 +108,7 @@ class DrawingClip(Clip):
 def test_loss_of_the_global_batch_is_that_of_whole_microbatches(tmp_path: Path, kind: str, global_size: int) -> None:
     """With five samples in microbatches of 4, three workers have no whole microbatch."""
     model = "model={target: 'tests.dist.test_global_loss:TwoTowers', args: {dropout: 0}}"
-    task = f"task.target={HERE}:DrawingClip"
+    task = f"task={{target: '{HERE}:DrawingClip'}}"
     words = ["batch.microbatch_size=4", f"batch.global_size={global_size}", model, task]
     whole = drill(clip(tmp_path / "whole", *words), worlds=[1])
     cut = drill(clip(tmp_path / "cut", *words, EVEN_SAMPLES, f"parallel.kind={kind}"), worlds=[3])
