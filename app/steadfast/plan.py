@@ -17,6 +17,9 @@ The theorem does not hold if samples are coupled beyond their microbatch (SyncBa
 or by wall time, if a mean is taken before the sum over ranks, or if `microbatch_size` changes together with dropout,
 which then draws other numbers, or with statistics of a microbatch (BatchNorm, whose running statistics are also such a
 sum).
+
+`EvenSamplesPlan` cuts the last microbatches of the grid differently in each world. The sum stays the same if the loss
+of a microbatch is the sum of the losses of its samples, and nothing is drawn or measured for a microbatch as a whole.
 """
 
 import heapq
@@ -212,6 +215,10 @@ class Plan:
                 return shares
         return self.shares
 
+    def parts(self, step: int) -> Shares:
+        """Return how many samples each rank's part of a microbatch has, () if all are whole."""
+        return ()
+
     def first_unread(self, step: int, num_ahead: int) -> int:
         """Return the first step after `step` that no loader has read.
 
@@ -260,6 +267,11 @@ class Plan:
         assert self.num_samples is not None
         return step_of(self.num_samples - 1, self.global_size, self.ends)
 
+    @property
+    def grid_size(self) -> int:
+        """Return the number of microbatches in a whole step, for any world."""
+        return _ceil_div(self.global_size, self.microbatch_size)
+
     def num_samples_in(self, step: int) -> int:
         """Return the number of samples of all ranks in `step`.
 
@@ -302,9 +314,55 @@ class Plan:
         return Microbatch(step, 0, begin, min(begin + self.microbatch_size, end), weight=0)
 
     def _check(self, shares: Shares) -> None:
-        num_microbatches = _ceil_div(self.global_size, self.microbatch_size)
-        if len(shares) != len(self.shares) or sum(shares) != num_microbatches or min(shares) < 0:
-            raise ValueError(f"shares {shares} do not cover a grid of {num_microbatches} microbatches")
+        if len(shares) != len(self.shares) or sum(shares) != self.grid_size or min(shares) < 0:
+            raise ValueError(f"shares {shares} do not cover a grid of {self.grid_size} microbatches")
+
+
+class EvenSamplesPlan(Plan):
+    """Plan in which the samples of ranks differ by at most one.
+
+    If the number of ranks does not divide a step's microbatches, those left over are cut by sample into one part for
+    each rank. A part counts as a microbatch with a number of its own. It may have samples of two neighbouring
+    microbatches of the grid, because a second forward would take longer than one with more samples.
+    """
+
+    def shares_at(self, step: int) -> Shares:
+        """Return the shares of `step`, parts included."""
+        each = self._num_whole(step) // len(self.shares)
+        return tuple(each + min(1, size) for size in self.parts(step))
+
+    def parts(self, step: int) -> Shares:
+        """Return how many samples the part of each rank has, 0 for none."""
+        num_left = self.num_samples_in(step) - self._num_whole(step) * self.microbatch_size
+        # Below 0 if the step's last microbatch is short, and no microbatch is left over.
+        return even_shares(max(0, num_left), len(self.shares))
+
+    def num_microbatches_in(self, step: int) -> int:
+        """Return the number of microbatches of all ranks, parts included, without pads."""
+        return sum(self.shares_at(step))
+
+    def microbatches(self, step: int, rank: int) -> list[Microbatch]:
+        """Return the microbatches of `rank` in `step`, in order."""
+        each = self._num_whole(step) // len(self.shares)
+        whole = [self._microbatch(step, index) for index in range(rank * each, (rank + 1) * each)]
+        # The part comes first, because the sum of gradients over ranks overlaps with the last backward, and is hidden
+        # best by a long one.
+        return [self._part(step, rank)] * (self.num_forwards(step, rank) - each) + whole
+
+    def _num_whole(self, step: int) -> int:
+        """Return how many microbatches of the grid are not cut in `step`, of all ranks."""
+        num_microbatches = super().num_microbatches_in(step)
+        return num_microbatches - num_microbatches % len(self.shares)
+
+    def _part(self, step: int, rank: int) -> Microbatch:
+        sizes = self.parts(step)
+        begin, _ = self.positions(step)
+        if not sizes[rank]:
+            # A pad as long as a whole microbatch would take longer than the other ranks' parts.
+            return Microbatch(step, 0, begin, begin + max(sizes), weight=0)
+        num_whole = self._num_whole(step)
+        start = begin + num_whole * self.microbatch_size + sum(sizes[:rank])
+        return Microbatch(step, num_whole + rank, start, start + sizes[rank])
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:

@@ -7,6 +7,7 @@ from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
+from steadfast.guards.draws import task_of_steps
 from steadfast.guards.guard import CountCheck, Guard
 from steadfast.guards.numerics import Numerics
 from steadfast.guards.recompute import build_choice, build_recompute
@@ -63,7 +64,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
 
     # Build the step. Without injected faults and timing the probes pass everything on unchanged.
     probes = build_probes(Faults(config.faults.inject, directory, world, runtime), balance, world.progress)
-    task = probes.task(worker.task)
+    task = probes.task(task_of_steps(worker.task, config.batch, worker.precision.device))
     choice = build_choice(config.recompute, config.run, world, plan, worker.kinds)
     if choice is None:
         stepper = build_stepper(worker, task, world, plan, parallel, model)

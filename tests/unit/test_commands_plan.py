@@ -40,6 +40,23 @@ def test_shares_pads_and_idle_time_of_each_world() -> None:
     assert (found["steps"], found["step_units"]) == (100, 12 * 64)
 
 
+def test_parts_of_microbatches_leave_less_idle_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "batch.balance=even_samples",
+        "batch.microbatch_size=4",
+        "batch.global_size=29",
+        "scaling.num_workers=[3, 5]",
+    ]
+    found = plan(config_of(*words), None)["worlds"]
+    assert [world["shares"] for world in found] == [(3, 3, 3), (2, 2, 2, 2), (2, 2, 2, 2, 2)]
+    assert [world["parts"] for world in found] == [(2, 2, 1), (0, 0, 0, 0), (2, 2, 2, 2, 1)]
+    # Of 29 samples a worker has up to 10, 8 and 6.
+    assert [round(world["idle"], 3) for world in found] == [round(1 - 29 / 30, 3), 0, round(1 - 29 / 30, 3)]
+    assert {world["pads"] for world in found} == {0}
+    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", "batch.balance=even_samples"]) == 0
+    assert "\n      4  1 and 4 samples               0    0%  " in capsys.readouterr().out
+
+
 def test_stages_have_memory_and_idle_time_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parallel={kind: pipeline, stages: 2}", "scaling.num_workers=[2, 4]"]
     found = plan(config_of(*words), None)

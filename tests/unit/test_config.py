@@ -77,7 +77,20 @@ BAD = [
     ("scaling:\n  num_workers: 9", "x.yaml:2: scaling.num_workers: at least 9 workers have only 6 microbatches in a "
      "global batch; ask for fewer workers, or lower batch.microbatch_size"),
     ("batch: {global_size: 4}", "x.yaml:1: batch.microbatch_size: must be at most batch.global_size (4), found 8"),
-    ("batch: {balance: sped}", "x.yaml:1: batch.balance: must be 'even' or 'speed', found \"sped\"; nearest is speed"),
+    ("batch: {balance: sped}", "x.yaml:1: batch.balance: must be 'even', 'even_samples' or 'speed', found \"sped\"; "
+     "nearest is speed"),
+    ("batch: {balance: even_samples}\nmodel: {dropout: 0.1}", "x.yaml:1: batch.balance: must not be even_samples with "
+     "dropout in the model: a part of a microbatch would draw other numbers"),
+    ("batch: {balance: even_samples}\nmodel: {attention_dropout: 0.1}", "x.yaml:1: batch.balance: must not be "
+     "even_samples with dropout in the model"),
+    ("batch: {balance: even_samples}\nrun: {exact: true}", "x.yaml:1: batch.balance: must not be even_samples with "
+     "run.exact: a part of a microbatch rounds differently"),
+    ("batch: {balance: even_samples}\ntask: {coupled: true}", "x.yaml:1: batch.balance: must not be even_samples with "
+     "task.coupled, which keeps a microbatch together"),
+    ("batch: {balance: even_samples}\nparallel: {kind: pipeline, stages: 2}", "x.yaml:1: batch.balance: must not be "
+     "even_samples without parallel.kind ddp or fsdp"),
+    ("batch: {balance: even_samples}\ndata: {target: 'a:B', collate: {target: 'a:b'}}", "x.yaml:1: batch.balance: must "
+     "not be even_samples with data.collate, which makes whole microbatches"),
     ("batch: {balance: {A100: 0}}", "x.yaml:1: batch.balance.A100: must be greater than 0, found 0"),
     ("batch: {balance: {}}", "x.yaml:1: batch.balance: Dictionary should have at least 1 item"),
     ("model: {num_heads: 3}", "x.yaml:1: model.num_heads: must divide model.embed_dim (128), found 3"),

@@ -108,7 +108,7 @@ def test_every_program_is_in_the_differential_suite() -> None:
     [
         ("## `run`", "| `epochs` | integer above 0 or null | `null` | length of the run in passes"),
         ("## `scaling`", "| `num_workers` | integer above 0 or [integer above 0, integer above 0] | `[1, 8]` | number"),
-        ("## `batch`", "| `balance` | `even`, `speed` or number above 0 by name | `even` | how a step's"),
+        ("## `batch`", "| `balance` | `even`, `even_samples`, `speed` or number above 0 by name | `even` | how a"),
         ("### `model`, kind mlp", "| `in_features` | integer above 0 | `...` | number of values in one input |"),
         ("## `checkpoint`", "| `every` | period | `5 minutes` | how often to write a checkpoint"),
         ("### `checkpoint.keep_best`", "| `mode` | `min`, `max` | `min` | whether the least or the greatest"),

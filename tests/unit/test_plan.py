@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadfast.plan import End, Microbatch, Plan, even_shares, largest_microbatch, step_of
+from steadfast.plan import End, EvenSamplesPlan, Microbatch, Plan, even_shares, largest_microbatch, step_of
 
 
 @st.composite
@@ -280,3 +280,109 @@ def test_no_loader_has_read_a_step_that_is_called_unread(
         consumed = sum(each.step <= step for each in stream)
         read.append(stream[consumed + num_ahead - 1].step)
     assert max(read) == plan.first_unread(step, num_ahead) - 1
+
+
+@st.composite
+def even_samples_plans(draw: st.DrawFn) -> EvenSamplesPlan:
+    """Any batch, grid, number of ranks and shards, with an end or without."""
+    global_size = draw(st.integers(1, 64))
+    microbatch_size = draw(st.integers(1, global_size))
+    num_ranks = draw(st.integers(1, 12))
+    shard = draw(st.sampled_from([each for each in range(1, num_ranks + 1) if num_ranks % each == 0]))
+    num_samples = draw(st.none() | st.integers(1, 300))
+    return EvenSamplesPlan.even(global_size, microbatch_size, num_ranks, shard, num_samples)
+
+
+def steps_of(plan: Plan) -> range:
+    return range(1, 5 if plan.num_samples is None else plan.last_step + 1)
+
+
+def num_samples_of(plan: Plan, step: int, rank: int) -> int:
+    return len(positions(plan.microbatches(step, rank)))
+
+
+@given(even_samples_plans())
+def test_even_samples_plan_runs_every_sample_once(plan: EvenSamplesPlan) -> None:
+    for step in steps_of(plan):
+        assert sorted(positions(run_by_all(plan, step))) == list(range(*plan.positions(step)))
+
+
+@given(even_samples_plans())
+def test_even_samples_plan_differs_by_one_sample_at_most_unless_all_are_whole(plan: EvenSamplesPlan) -> None:
+    for step in steps_of(plan):
+        of_ranks = [num_samples_of(plan, step, rank) for rank in ranks(plan)]
+        if any(plan.parts(step)):
+            assert max(of_ranks) - min(of_ranks) <= 1
+        else:
+            sizes = {each.stop - each.start for each in run_by_all(plan, step) if each.weight}
+            assert len(sizes) <= 2  # the step's last microbatch may be short
+            assert max(of_ranks) - min(of_ranks) < plan.microbatch_size
+
+
+@given(even_samples_plans())
+def test_even_samples_plan_takes_no_longer_than_an_even_one(plan: EvenSamplesPlan) -> None:
+    """Neither in samples nor in forwards."""
+    even = Plan.even(plan.global_size, plan.microbatch_size, len(plan.shares), plan.shard_size, plan.num_samples)
+    for step in steps_of(plan):
+        most = [max(num_samples_of(each, step, rank) for rank in ranks(plan)) for each in (plan, even)]
+        assert most[0] <= most[1]
+        for rank in ranks(plan):
+            run = plan.microbatches(step, rank)
+            assert len(run) == plan.num_forwards(step, rank) <= even.num_forwards(step, 0)
+            # A rank has one part at most, and runs it first.
+            if any(plan.parts(step)):
+                assert {each.stop - each.start for each in run[1:]} <= {plan.microbatch_size}
+
+
+@given(even_samples_plans())
+def test_even_samples_plan_numbers_each_microbatch_and_part_once(plan: EvenSamplesPlan) -> None:
+    for step in steps_of(plan):
+        run = [each for each in run_by_all(plan, step) if each.weight]
+        assert sorted(each.index for each in run) == list(range(plan.num_microbatches_in(step)))
+        # A loss over the global batch is reported by the rank with the first microbatch, which has the first sample.
+        assert [each.start for each in run if each.index == 0] == [plan.positions(step)[0]]
+
+
+@given(even_samples_plans())
+def test_shards_of_a_replica_run_equally_many_forwards_of_an_even_samples_plan(plan: EvenSamplesPlan) -> None:
+    for step in steps_of(plan):
+        longest = max(num_samples_of(plan, step, rank) for rank in ranks(plan))
+        for rank in ranks(plan):
+            first = rank - rank % plan.shard_size
+            run = plan.microbatches(step, rank)
+            assert len(run) == len(plan.microbatches(step, first)) >= 1
+            # A pad takes no longer than what its peers run.
+            assert sum(each.stop - each.start for each in run) <= longest
+            pads = [each for each in run if not each.weight]
+            assert all(plan.positions(step)[0] <= each.start < each.stop <= plan.positions(step)[1] for each in pads)
+
+
+@pytest.mark.parametrize(
+    ("global_size", "microbatch_size", "num_workers", "shard", "expected"),
+    [
+        (12, 4, 3, 1, ["4", "4", "4"]),  # nothing is left over
+        (11, 4, 3, 1, ["4", "4", "3"]),
+        (24, 8, 2, 1, ["4+8", "4+8"]),
+        (32, 8, 3, 1, ["3+8", "3+8", "2+8"]),
+        (13, 2, 3, 1, ["1+2+2", "2+2", "2+2"]),
+        (13, 2, 3, 3, ["1+2+2", "(1)+2+2", "(1)+2+2"]),
+        (4, 2, 3, 1, ["2", "1", "1"]),
+        (1, 1, 2, 1, ["1", "(1)"]),
+    ],
+)
+def test_parts_of_an_even_samples_plan(
+    global_size: int, microbatch_size: int, num_workers: int, shard: int, expected: list[str]
+) -> None:
+    """A worker a word, the samples of its forwards in order; a pad is in brackets."""
+    plan = EvenSamplesPlan.even(global_size, microbatch_size, num_workers, shard)
+    found = []
+    for rank in ranks(plan):
+        sizes = [(each.stop - each.start, each.weight) for each in plan.microbatches(1, rank)]
+        found.append("+".join(f"{size}" if weight else f"({size})" for size, weight in sizes))
+    assert found == expected
+
+
+def test_fifteen_ranks_of_sixteen_take_the_expected_part_of_a_step() -> None:
+    plan = EvenSamplesPlan.even(128 * 30, 30, 15)
+    assert {num_samples_of(plan, 1, rank) for rank in ranks(plan)} == {8 * 30 + 16}
+    assert plan.shares_at(1) == (9,) * 15

@@ -94,7 +94,7 @@ def build_balance(
     If workers have weights by label, this function is a collective, and changes `plan`.
 
     Args:
-        wanted: "even", "speed" or weights by label, from `batch.balance`.
+        wanted: "even", "even_samples", "speed" or weights by label, from `batch.balance`.
         strategy: name of the parallel strategy, for the event that shares must stay even.
         num_ahead: microbatches that the loader fetches ahead.
 
@@ -102,7 +102,7 @@ def build_balance(
         UsageError: a worker has no label with a weight.
     """
     even = plan.shares
-    if wanted == "even" or world.size == 1:
+    if wanted in ("even", "even_samples") or world.size == 1:
         return Balance()
     if world.replicate == 1:
         # A forward is a collective of all ranks, so shares must be even. The event tells the user, but this is no

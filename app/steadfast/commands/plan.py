@@ -3,14 +3,14 @@
 import json
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
 from steadfast.config import BatchConfig, CheckpointConfig, Config, FsdpConfig, ParallelConfig, ScalingConfig
 from steadfast.errors import UsageError
-from steadfast.plan import even_shares, largest_microbatch
+from steadfast.plan import largest_microbatch
 from steadfast.units import duration, number, plural, size
 
 if TYPE_CHECKING:
@@ -96,17 +96,21 @@ def _with_largest_microbatch(batch: BatchConfig, scaling: ScalingConfig) -> Batc
 
 
 def _world(batch: BatchConfig, parallel: ParallelConfig, world_size: int) -> dict[str, Any]:
-    layout = parallel.layout(world_size)
-    shares = even_shares(batch.num_microbatches, layout.data_size)
+    layout, size = parallel.layout(world_size), batch.samples_per_microbatch
     # All shards of a replica run as many forward passes as the one with the largest share among them.
-    num_forwards = 0
-    for first in range(0, len(shares), layout.shard):
-        num_forwards += layout.shard * max(shares[first : first + layout.shard])
-    pads = num_forwards - batch.num_microbatches
+    plan = batch.plan_kind.even(batch.global_size, size, layout.data_size, layout.shard)
+    shares, parts = plan.shares_at(1), plan.parts(1)
+    pads = sum(plan.num_forwards(1, rank) for rank in range(layout.data_size)) - sum(shares)
     # Every rank waits for the rank with the most microbatches, and a stage while a step's first microbatch comes to it
     # and while the last one goes on from it.
-    idle = 1 - batch.num_microbatches / ((max(shares) + layout.stages - 1) * layout.data_size)
-    return {"workers": world_size, "layout": str(layout), "shares": shares, "pads": pads, "idle": idle}
+    work: float = batch.num_microbatches
+    longest: float = max(shares)
+    if any(parts):
+        work = batch.global_size / size
+        longest += max(parts) / size - 1
+    idle = 1 - work / ((longest + layout.stages - 1) * layout.data_size)
+    found = {"workers": world_size, "layout": str(layout), "shares": shares, "parts": parts}
+    return {**found, "pads": pads, "idle": idle}
 
 
 def _add_memory(worlds: list[dict[str, Any]], estimate: "Estimate", parallel: ParallelConfig) -> None:
@@ -185,10 +189,10 @@ def _table(found: dict[str, Any]) -> str:
     column = f"{'layout':<11}  " if with_layout else ""
     lines.append(f"workers  {column}microbatches of each       pads  idle  memory of a worker")
     for world in found["worlds"]:
-        shares = world["shares"]
-        spread = f"{min(shares)} to {max(shares)}"
-        if min(shares) == max(shares):
-            spread = f"{max(shares)}"
+        shares, parts = world["shares"], world["parts"]
+        spread = _spread(shares)
+        if any(parts):
+            spread = f"{max(shares) - 1} and {_spread(parts)} samples"
         memory = size(world["memory_bytes"])
         if world["host_memory_bytes"]:
             memory = f"{memory} on its GPU, {size(world['host_memory_bytes'])} in the memory of its machine"
@@ -216,6 +220,11 @@ def _table(found: dict[str, Any]) -> str:
     for warning in found["warnings"]:
         lines.append(f"warning: {warning}")
     return "\n".join(lines)
+
+
+def _spread(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{most}" if least == most else f"{least} to {most}"
 
 
 def _resharding_table(worlds: list[dict[str, Any]]) -> list[str]:

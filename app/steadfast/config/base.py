@@ -178,7 +178,7 @@ Range = Annotated[_Ends, BeforeValidator(_as_range, json_schema_input_type=Posit
 # The value's type selects the member of the union. Without the tags pydantic would report the errors of both members.
 BALANCES = ("a known balance", "weights")
 Balance = Annotated[
-    Annotated[Literal["even", "speed"], Tag(BALANCES[0])]
+    Annotated[Literal["even", "even_samples", "speed"], Tag(BALANCES[0])]
     | Annotated[dict[Text, PositiveFloat], Field(min_length=1), Tag(BALANCES[1])],
     Discriminator(lambda value: BALANCES[isinstance(value, dict)]),
 ]

@@ -29,7 +29,7 @@ from steadfast.config.base import (
 )
 from steadfast.config.faults import FaultsConfig
 from steadfast.config.layout import Layout, layout_of_most
-from steadfast.plan import End, step_of
+from steadfast.plan import End, EvenSamplesPlan, Plan, step_of
 
 
 class RunConfig(Section):
@@ -161,8 +161,11 @@ class BatchConfig(Section):
     lower it for memory; auto measures at the run's start how many samples fit on the rank with the least free memory,
     leaves a microbatch for each of scaling.num_workers, and keeps the number for the whole run"""
     balance: Balance = "even"
-    """how a step's microbatches are distributed: even; speed, by measured speed; or weights of machines by label,
-    {label: weight}"""
+    """how a step's microbatches are distributed: even; even_samples, which also cuts those left over, if the number of
+    workers does not divide the microbatches, into a part for each worker; speed, by measured speed; or weights of
+    machines by label, {label: weight}. even_samples needs ddp or fsdp and a loss that is a sum over samples: it is
+    refused with dropout and other random numbers of the model or task, BatchNorm, data.collate, task.coupled and
+    run.exact"""
 
     @property
     def num_microbatches(self) -> int:
@@ -173,6 +176,11 @@ class BatchConfig(Section):
         # An automatic size is not known yet, and may be as small as one sample.
         size = 1 if self.microbatch_size == "auto" else self.microbatch_size
         return -(-self.global_size // size)
+
+    @property
+    def plan_kind(self) -> type[Plan]:
+        """Return the kind of plan that distributes the microbatches at first."""
+        return EvenSamplesPlan if self.balance == "even_samples" else Plan
 
     @property
     def samples_per_microbatch(self) -> int:
@@ -1195,6 +1203,25 @@ class Config(Section):
             message = "must be a number with task.coupled=true: the loss depends on which samples share a microbatch"
             raise PydanticCustomError("rule", message, {"key": "batch.microbatch_size"})
         return task
+
+    @field_validator("parallel")
+    @classmethod
+    def cut_microbatches_are_sums_of_samples(cls, parallel: ParallelConfig, info: ValidationInfo) -> ParallelConfig:
+        if info.data.get("batch", BatchConfig()).balance != "even_samples":
+            return parallel
+        model = info.data.get("model")
+        draws = getattr(model, "dropout", 0.0) or getattr(model, "dropout_of_attention", 0.0)
+        refused = (
+            (not isinstance(parallel, DdpConfig | FsdpConfig), "without parallel.kind ddp or fsdp"),
+            (info.data.get("run", RunConfig()).exact, "with run.exact: a part of a microbatch rounds differently"),
+            (info.data.get("task", TaskConfig()).coupled, "with task.coupled, which keeps a microbatch together"),
+            (draws, "with dropout in the model: a part of a microbatch would draw other numbers"),
+            (getattr(info.data.get("data"), "collate", None), "with data.collate, which makes whole microbatches"),
+        )
+        for applies, why in refused:
+            if applies:
+                raise PydanticCustomError("rule", f"must not be even_samples {why}", {"key": "batch.balance"})
+        return parallel
 
     @field_validator("data")
     @classmethod

@@ -5,7 +5,6 @@ All functions are pure. On sound machines of one kind a microbatch has the same 
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 from steadfast.data.order import keyed_hash
@@ -47,14 +46,12 @@ def choose(plan: Plan, every: int, seed: int, kinds: Sequence[str], step: int) -
     """
     if step % every or step in plan.skip:
         return None
-    shares = plan.shares_at(step)
-    num_microbatches = plan.num_microbatches_in(step)
     alike = Counter(kinds)
     owners = []
-    for rank, (share, stop) in enumerate(zip(shares, accumulate(shares), strict=True)):
-        # The last step of a run may be too short to give each rank its share.
-        has_work = share > 0 and stop - share < num_microbatches
-        if has_work and alike[kinds[rank]] > 1:
+    for rank, kind in enumerate(kinds):
+        # A rank without work has a pad alone; the last step of a run may be too short to give each rank its share.
+        has_work = plan.microbatches(step, rank)[0].weight > 0
+        if has_work and alike[kind] > 1:
             owners.append(rank)
     if not owners:
         return None

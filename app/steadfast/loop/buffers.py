@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from steadfast.data.parts import Part
 from steadfast.errors import ConfigError, Problem, TrainingError
@@ -305,6 +306,20 @@ def refuse_synchronized(model: nn.Module) -> None:
                 "depend on their number. Use a BatchNorm: here a BatchNorm has the statistics of a microbatch, and its "
                 "running statistics are those of all microbatches of a step, in any world. For larger groups raise "
                 "batch.microbatch_size"
+            )
+            raise ConfigError([Problem("", "model", what)])
+
+
+def refuse_batch_statistics(model: nn.Module) -> None:
+    """Refuse layers whose statistics of a microbatch differ from those of its parts."""
+    for name, module in model.named_modules():
+        tracks = isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None
+        # A BatchNorm without running statistics takes those of its microbatch in evaluation mode too.
+        mixes = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if tracks or mixes:
+            what = (
+                f"its layer {name} ({type(module).__name__}) has statistics of a microbatch, which a part of it does "
+                "not have, so batch.balance=even_samples cannot cut it. Use GroupNorm, or set batch.balance=even"
             )
             raise ConfigError([Problem("", "model", what)])
 

@@ -32,6 +32,16 @@ _NUM_SEEDS = 6  # for a random loss: in one draw of six, mixup's permutation exc
 # Difference that rounding can explain, as a share of the compared losses.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 _TF32_TOLERANCE = 2e-3
+_WHY_SUMS = (
+    "So the loss follows from batch.microbatch_size, and changes where memory runs out and a microbatch runs in "
+    "smaller forwards. Negatives of the batch, mixup and means over the batch are such losses. For a loss over the "
+    "whole global batch give the task embed(model, batch) and loss(embeddings). For one over each microbatch as it is, "
+    "set task.coupled=true"
+)
+_WHY_SUMS_IN_TRAINING = (
+    "The model was in training mode. batch.balance=even_samples cuts microbatches between workers, and so would change "
+    "the loss. Set batch.balance=even"
+)
 
 
 def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
@@ -41,8 +51,9 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
 
     The loss of a batch must be the sum of the losses of its parts, because parts of a microbatch may run in separate
     forwards; the rows of an embedding must not depend on each other. The trial runs in evaluation mode, which excludes
-    dropout, and BatchNorm, whose statistics are those of a microbatch by design. With `task.coupled` the task is called
-    but its losses are not compared.
+    dropout, and BatchNorm, whose statistics are those of a microbatch by design. `batch.balance=even_samples` excludes
+    both, so a second trial runs in training mode. With `task.coupled` the task is called but its losses are not
+    compared.
 
     Raises:
         UsageError: the task returns no `Sums`, calls a collective, or its loss couples samples.
@@ -60,14 +71,23 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
     if is_checked:
         return
     world.progress.enter("validation")
-    with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
-        _Trial(worker, world, parallel, unwrapped).run()
+    with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped, evaluating(unwrapped):
+        _Trial(worker, world, parallel, unwrapped, _WHY_SUMS).run()
+    if config.batch.balance == "even_samples":
+        # In training mode a layer of the user's own may depend on the whole microbatch, as BatchNorm does.
+        with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
+            _Trial(worker, world, parallel, unwrapped, _WHY_SUMS_IN_TRAINING).run()
 
 
 class _Trial:
-    """Evaluates a task on rows of one batch of real samples."""
+    """Evaluates a task on rows of one batch of real samples.
 
-    def __init__(self, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
+    Args:
+        why: why the loss must be a sum over samples and what to do, for messages.
+    """
+
+    def __init__(self, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module, why: str) -> None:
+        self._why = why
         config = worker.config
         self._world = world
         self._parallel = parallel
@@ -186,12 +206,7 @@ class _Trial:
         return not abs(difference) > self._tolerance * sum(map(abs, losses))
 
     def _refuse(self, what: str) -> NoReturn:
-        raise UsageError(
-            f"{self._name}: {what}. So the loss follows from batch.microbatch_size, and changes where memory runs out "
-            "and a microbatch runs in smaller forwards. Negatives of the batch, mixup and means over the batch are "
-            "such losses. For a loss over the whole global batch give the task embed(model, batch) and "
-            "loss(embeddings). For one over each microbatch as it is, set task.coupled=true"
-        )
+        raise UsageError(f"{self._name}: {what}. {self._why}")
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
@@ -200,7 +215,7 @@ def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
 
 @contextmanager
 def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model in evaluation mode, and undo all side effects.
+    """Yield the model, and undo all side effects.
 
     Buffers, random generators and metrics are restored afterwards.
     """
@@ -210,7 +225,6 @@ def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Modul
         unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
         unchanged.enter_context(own_randomness(0))
         unchanged.enter_context(SummedMetrics(worker.task, device).counting(0))
-        unchanged.enter_context(evaluating(model))
         # Gradients stay enabled, because a loss may compute gradients itself.
         yield model
 

@@ -36,7 +36,7 @@ from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import NotDeferrable, SteadfastError, UsageError
 from steadfast.hooks.hooks import Hooks
-from steadfast.loop.buffers import Buffers, refuse_running_statistics, refuse_synchronized
+from steadfast.loop.buffers import Buffers, refuse_batch_statistics, refuse_running_statistics, refuse_synchronized
 from steadfast.loop.modes import prepare_for_training
 from steadfast.loop.trigger import Interval
 from steadfast.optim.optimizer import build_optimizer, refuse_sparse
@@ -223,6 +223,8 @@ class WorkerState:
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         if self.config.run.exact:
             refuse_running_statistics(model)
+        if self.config.batch.balance == "even_samples":
+            refuse_batch_statistics(model)
         if self._values is None:
             self._model = self.precision.convert(model)
         else:
@@ -482,10 +484,10 @@ class WorkerState:
         self.batch = self.batch.with_microbatches_of(size)
 
     def plan(self, world: World) -> Plan:
-        """Return the plan of an attempt's steps, with even shares."""
+        """Return the plan of an attempt's steps, as it is before `build_balance`."""
         num_samples = self.config.run.num_samples(self.order.num_train)
         batch = self.batch
-        plan = Plan.even(
+        plan = batch.plan_kind.even(
             batch.global_size, batch.samples_per_microbatch, world.data_size, world.shard_size, num_samples
         )
         return plan.amended(self.amendments)

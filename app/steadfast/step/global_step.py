@@ -70,7 +70,7 @@ class GlobalStepper(Stepper):
             if tensor.is_floating_point():
                 wanted.append(tensor.requires_grad_())
         # The random draws of the loss are keyed as those of a microbatch after the last one of the step.
-        behind = Microbatch(step, sum(self._plan.shares), self._start, self._start)
+        behind = Microbatch(step, self._plan.grid_size, self._start, self._start)
         seed_generators(self._seed, behind, self._precision.device)
         sums = self._task.loss_of_embeddings(whole)
         if not sums.loss_sum.requires_grad:
