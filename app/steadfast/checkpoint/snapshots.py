@@ -539,6 +539,8 @@ def origin_of(data: str, state: State) -> str:
 def copy_shards(held: HeldShards, step: int, memory: NodeMemory, data: str, skip: frozenset[int]) -> None:
     """Copy a rank's shards of a former world to memory, as its part of a snapshot.
 
+    Nothing is copied if the former world has made that snapshot.
+
     Args:
         step: step whose state the shards are.
         data: as in `origin_of`.
@@ -547,13 +549,16 @@ def copy_shards(held: HeldShards, step: int, memory: NodeMemory, data: str, skip
     Raises:
         OSError: there is not enough memory.
     """
-    memory.give_back()  # buffers of a copy that the end of the former world has interrupted
     layout = FileLayout.of(shards_to_write(held.state, held.world))
-    buffer = memory.take(layout.num_bytes)
-    layout.fill(buffer.bytes)
     snapshot = SnapshotId(step, held.world.attempt, held.world.replica_size)
     files = ((held.world.part, 0, layout.num_bytes),)
-    memory.commit(buffer, _label(snapshot, files, origin_of(data, held.state), skip))
+    label = _label(snapshot, files, origin_of(data, held.state), skip)
+    if label in memory.stored().values():
+        return
+    memory.give_back()  # buffers of a copy that the end of the former world has interrupted
+    buffer = memory.take(layout.num_bytes)
+    layout.fill(buffer.bytes)
+    memory.commit(buffer, label)
 
 
 def _label(snapshot: SnapshotId, files: Files, origin: str, skip: frozenset[int]) -> Label:
