@@ -40,8 +40,8 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     config = worker.config
     parallel = build_parallel(config.parallel, world, worker.precision)
     memory = worker.memory(directory)
-    worker.copy_shards(memory)
-    model, state = worker.prepare(world.amendments, parallel)
+    worker.copy_shards(world, memory)
+    model, state = worker.prepare(world, parallel)
     catalog = Catalog(directory.store, config.checkpoint)
     fingerprints = Fingerprints(worker.fingerprint, worker.base)
     checkpoints = Checkpoints(catalog, world, parallel, worker.writer, fingerprints)

@@ -159,7 +159,7 @@ class Rank:
         parallel = build_parallel(config.parallel, world, self._worker.precision)
         assert isinstance(parallel, ReplicatedParallelism)
         self._parallel = parallel
-        self._model, self._state = self._worker.prepare(world.amendments, parallel)
+        self._model, self._state = self._worker.prepare(world, parallel)
         self._worker.load_initial()
 
     def step(self, step: int, trials: Sequence[Trial]) -> list[Outcome]:

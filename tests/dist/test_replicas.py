@@ -14,6 +14,7 @@ from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import local
 from steadfast.storage import LocalStore
+from steadfast.world.runtime import World
 from tests.support.claims import check_equal, check_identical, check_run, check_weights
 from tests.support.deaths import SEEDS, Plot, plot_replicas, survive, with_a_death_in_connect
 from tests.support.drill import Members, drill
@@ -56,10 +57,10 @@ def hold_still() -> None:
     """Have a worker that goes on with its shards fail if they are moved: there may be no room for two copies."""
     honest = WorkerState._prepare_shards
 
-    def prepare(self: WorkerState, parallel: Parallel) -> tuple[nn.Module, State]:
+    def prepare(self: WorkerState, world: World, parallel: Parallel) -> tuple[nn.Module, State]:
         held = self._shards.state["optimizer"] if self._shards and self._goes_on_with_shards else {}
         places = {name: local(tensor).data_ptr() for name, tensor in flatten(held).items() if "exp_avg" in name}
-        model, state = honest(self, parallel)
+        model, state = honest(self, world, parallel)
         now = flatten(state["optimizer"])
         assert all(local(now[name]).data_ptr() == place for name, place in places.items())
         return model, state

@@ -18,7 +18,6 @@ from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import flatten, sha256
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import arrange, build_parallel
-from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import Outcome, WorkerProcess, form_world
@@ -49,7 +48,7 @@ def written_or_read(
         worker = WorkerState(config, CPU)
         world = arrange(world, config.parallel)
         parallel = build_parallel(config.parallel, world, worker.precision)
-        _, state = worker.prepare(Amendments(), parallel)
+        _, state = worker.prepare(world, parallel)
         catalog = Catalog(RunDirectory.of(config).store)
         checkpoints = Checkpoints(catalog, world, parallel, worker.writer, Fingerprints("data"))
         if writes:

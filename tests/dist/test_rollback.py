@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -132,12 +133,13 @@ class Alone(ReplicatedParallelism):
 
 def test_a_survivor_that_did_not_hear_of_a_bad_step_does_not_bring_its_poison_along(tmp_path: Path) -> None:
     worker = WorkerState(small(tmp_path), CPU)
-    parallel = Alone(DdpConfig(), World(0, 1, 1, cast(Any, None)), worker.precision)
-    worker.prepare(Amendments(frozenset({3})), parallel)
+    world = World(0, 1, 1, cast(Any, None), Amendments(frozenset({3})))
+    parallel = Alone(DdpConfig(), world, worker.precision)
+    worker.prepare(world, parallel)
     poisoned = worker.model
     worker.advance_to(9)
-    worker.prepare(Amendments(frozenset({3})), parallel)
+    worker.prepare(world, parallel)
     assert (worker.model, worker.held.step) == (poisoned, 9)
-    worker.prepare(Amendments(frozenset({3, 8})), parallel)
+    worker.prepare(replace(world, amendments=Amendments(frozenset({3, 8}))), parallel)
     assert worker.model is not poisoned
     assert worker.held.step == 0

@@ -23,7 +23,6 @@ from steadfast.config import Config
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import unsharded
-from steadfast.plan import Amendments
 from steadfast.run.directory import RunDirectory
 from steadfast.worker import work
 from steadfast.world.groups import PeerLost, is_peer_loss
@@ -182,10 +181,10 @@ def _survive(member: Member, config: Config, plotted: Plot) -> list[Held]:
     held: list[Held] = []
     honest = WorkerState.prepare
 
-    def prepare(self: WorkerState, amendments: Amendments, parallel: Parallel) -> tuple[nn.Module, dict[str, Any]]:
+    def prepare(self: WorkerState, world: World, parallel: Parallel) -> tuple[nn.Module, dict[str, Any]]:
         if parallel.survivors_hold_all and self.held.step is not None:
             held.append(Held(runtime.attempt, member.number, self.held.step, _state(self)))
-        return honest(self, amendments, parallel)
+        return honest(self, world, parallel)
 
     WorkerState.prepare = prepare
     try:

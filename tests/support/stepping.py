@@ -85,7 +85,7 @@ def build_stepper(
     num_samples = config.run.num_samples(worker.order.num_train)
     shares = shares or even_shares(batch.num_microbatches, world.data_size)
     plan = Plan(batch.global_size, batch.samples_per_microbatch, shares, world.shard_size, num_samples)
-    model, _ = worker.prepare(world.amendments, parallel)
+    model, _ = worker.prepare(world, parallel)
     worker.load_initial()
     stepper = global_step.build_stepper(worker, worker.task, world, plan, parallel, model)
     return stepper, worker.loader.steps(plan.stream(world.data_rank, 1, worker.num_steps))

@@ -206,7 +206,7 @@ def test_a_worker_gives_shards_memory_where_fsdp_looks_for_them(
     config = small("nowhere", f"parallel={{kind: fsdp, cpu_offload: {wanted}}}")
     worker = WorkerState(config, HOST)
     world = arrange(World(0, 2, 0, groups_of(ranks, HOST)), config.parallel)
-    worker.prepare(world.amendments, build_parallel(config.parallel, world, worker.precision))
+    worker.prepare(world, build_parallel(config.parallel, world, worker.precision))
     assert told == [wanted]
 
 

@@ -109,7 +109,6 @@ class WorkerState:
         self._closing: list[Callable[[], object]] = []
         self.built_whole_because = ""  # why a sharded model could not be built without memory at first
         self._values: InitialValues | None = None  # initial values of a model that was built without memory
-        self._world: World  # the current one
         self._shards: HeldShards | None = None  # of the last attempt
         self._goes_on_with_shards = False
         self._shards_move = False  # the last world's replicas had other parts, or none of them is complete
@@ -286,7 +285,6 @@ class WorkerState:
         # Only `auto` depends on which GPUs are in the world.
         if self.config.precision.kind == "auto":
             self.precision = self._build_precision(device)
-        self._world = world
         if not self.config.parallel.survivors_hold_all:
             self._compare_shards(world)
 
@@ -324,21 +322,21 @@ class WorkerState:
         self._goes_on_with_shards = in_place and is_whole
         self._shards_move = furthest > 0 and not is_whole
 
-    def copy_shards(self, memory: NodeMemory | None) -> None:
+    def copy_shards(self, world: World, memory: NodeMemory | None) -> None:
         """Copy shards that move to `memory`, as parts of a snapshot of the last world. A collective if shards move."""
         if not self._shards_move or memory is None:
             return
         part = None
         if self._shards is not None and self.step:
             part = self.step, self._shards.world.attempt, self._shards.world.part
-        parts = [part] * self._world.size
-        dist.all_gather_object(parts, part, group=self._world.groups.control)
+        parts = [part] * world.size
+        dist.all_gather_object(parts, part, group=world.groups.control)
         # Of several ranks with the same part one is enough. Without memory the restore finds older copies.
-        if part is not None and self._shards is not None and parts.index(part) == self._world.rank:
+        if part is not None and self._shards is not None and parts.index(part) == world.rank:
             with contextlib.suppress(OSError):
                 copy_shards(self._shards, self.step, memory, self.fingerprint + self.base, self.amendments.skip)
 
-    def prepare(self, amendments: Amendments, parallel: Parallel) -> tuple[nn.Module, State]:
+    def prepare(self, world: World, parallel: Parallel) -> tuple[nn.Module, State]:
         """Begin an attempt with a valid held state, or anew.
 
         Returns:
@@ -346,17 +344,17 @@ class WorkerState:
         """
         # If other steps are skipped now, the state may contain an update from one of them, even if this worker ended
         # before it learned of that.
-        same_steps = amendments.skip == self.amendments.skip
+        same_steps = world.amendments.skip == self.amendments.skip
         is_whole = self.held.step is not None or self.held.untouched
-        self.amendments = amendments
+        self.amendments = world.amendments
         if not parallel.survivors_hold_all:
-            return self._prepare_shards(parallel)
+            return self._prepare_shards(world, parallel)
         if not (same_steps and is_whole):
             self._start_anew()
         model = parallel.wrap(self._model)
         return model, self.state(parallel.unwrap(model))
 
-    def _prepare_shards(self, parallel: Parallel) -> tuple[nn.Module, State]:
+    def _prepare_shards(self, world: World, parallel: Parallel) -> tuple[nn.Module, State]:
         """Shard a new model, filled from old shards if these are valid."""
         # The import takes a second, and only sharded models need it.
         from steadfast.parallel.deferred import allocate
@@ -391,7 +389,7 @@ class WorkerState:
         if kept and step:
             copy_state(kept, state)
             self.held.complete(step)
-        self._shards = HeldShards(self._world, state)
+        self._shards = HeldShards(world, state)
         return model, state
 
     def memory(self, directory: RunDirectory) -> NodeMemory | None:
