@@ -39,16 +39,16 @@ PARALLEL = {
     "fsdp by class": "{kind: fsdp, wrap: [Linear], reduce_every_microbatch: true, prefetch: 1}",
     "stages": "{kind: pipeline, stages: 2}",
 }
-RARE = ("fsdp by size", "hsdp gathered once", "fsdp offloaded", "fsdp by class")
+OFTEN = ("ddp", "hsdp", "stages")  # what the others do is a part of what these do
+
+
+def seldom(*row: Any) -> Any:
+    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 def kinds_of(*left_out: str) -> list[Any]:
-    """Return the kinds of parallelism, of which rare ones are for the slow tests."""
-    return [
-        pytest.param(kind, marks=pytest.mark.slow) if kind in RARE else kind
-        for kind in PARALLEL
-        if kind not in left_out
-    ]
+    """Return the kinds of parallelism, of which most are for the slow tests."""
+    return [kind if kind in OFTEN else seldom(kind) for kind in PARALLEL if kind not in left_out]
 
 
 KINDS = pytest.mark.parametrize("kind", kinds_of())
@@ -143,14 +143,11 @@ WAYS = [
     ("selective", "none"),
     ("selective", "blocks"),
 ]
-OFTEN = [(kind, *MOST_AT_ONCE) for kind in ("ddp", "fsdp", "hsdp", "stages")]
-SELDOM = [(kind, *way) for kind in PARALLEL for way in WAYS if (kind, *way) not in OFTEN]
+AT_ONCE = [(kind, *MOST_AT_ONCE) for kind in OFTEN]
+ONE_BY_ONE = [(kind, *way) for kind in PARALLEL for way in WAYS if (kind, *way) not in AT_ONCE]
 
 
-@pytest.mark.parametrize(
-    ("kind", "checkpointing", "compiled"),
-    [*OFTEN, *(pytest.param(*row, marks=pytest.mark.slow) for row in SELDOM)],
-)
+@pytest.mark.parametrize(("kind", "checkpointing", "compiled"), [*AT_ONCE, *(seldom(*row) for row in ONE_BY_ONE)])
 def test_ways_to_compute_layers_give_the_steps_of_one_process(
     steps: Steps, kind: str, checkpointing: str, compiled: str, twenty: Reference
 ) -> None:
@@ -169,7 +166,7 @@ def twenty() -> Reference:
 
 
 @KINDS
-@pytest.mark.parametrize("microbatch_size", [1, 3, 8])
+@pytest.mark.parametrize("microbatch_size", [seldom(1), 3, seldom(8)])
 def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
     steps: Steps, kind: str, microbatch_size: int
 ) -> None:
@@ -187,7 +184,7 @@ def test_logits_in_chunks_give_the_steps_of_all_of_them(steps: Steps, kind: str)
 
 
 @KINDS
-@pytest.mark.parametrize("num_workers", [1, 3, 5])
+@pytest.mark.parametrize("num_workers", [seldom(1), 3, seldom(5)])
 def test_a_stream_that_ends_within_a_batch_ends_in_a_shorter_one(steps: Steps, kind: str, num_workers: int) -> None:
     config = small(NOWHERE, f"parallel={PARALLEL[kind]}", "run.epochs=1")
     expected = reference(config)
@@ -203,18 +200,22 @@ def twenty_of_four_layers() -> Reference:
     return reference(small(NOWHERE, *LAYERS))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(
-    ("layout", "shares"),
+    ("layout", "schedule", "shares"),
     [
-        ("stages: 2", (7,)),
-        ("stages: 2, balance: [1, 3]", (1, 4, 2)),
-        ("stages: 3", (7,)),
-        ("stages: 3, balance: [1, 2, 1]", (6, 1)),  # a replica with fewer microbatches than stages
+        seldom("stages: 2", "1f1b", (7,)),
+        seldom("stages: 2", "gpipe", (7,)),
+        ("stages: 2, balance: [1, 3]", "1f1b", (1, 4, 2)),
+        seldom("stages: 2, balance: [1, 3]", "gpipe", (1, 4, 2)),
+        ("stages: 3", "1f1b", (7,)),
+        seldom("stages: 3", "gpipe", (7,)),
+        # A replica with fewer microbatches than stages.
+        seldom("stages: 3, balance: [1, 2, 1]", "1f1b", (6, 1)),
+        ("stages: 3, balance: [1, 2, 1]", "gpipe", (6, 1)),
     ],
 )
 def test_stages_and_replicas_give_the_steps_of_one_process(
-    steps: Steps, layout: str, shares: Shares, schedule: str, twenty_of_four_layers: Reference
+    steps: Steps, layout: str, schedule: str, shares: Shares, twenty_of_four_layers: Reference
 ) -> None:
     config = small(NOWHERE, f"parallel={{kind: pipeline, {layout}, schedule: {schedule}}}", *LAYERS)
     check_steps(steps(config, shares), twenty_of_four_layers)
@@ -230,9 +231,9 @@ def twenty_with_whole_heads() -> Reference:
     [
         ("shard_size: 1", (6, 1), "full", "none"),
         ("reduce_every_microbatch: true", (3, 2, 2), "none", "none"),  # three shards of each part
-        pytest.param("shard_size: 1", (7,), "none", "none", marks=pytest.mark.slow),
-        pytest.param("reshard_after_forward: false", (4, 3), "selective", "blocks", marks=pytest.mark.slow),
-        pytest.param("wrap: [Linear]", (4, 3), "full", "blocks", marks=pytest.mark.slow),
+        seldom("shard_size: 1", (7,), "none", "none"),
+        seldom("reshard_after_forward: false", (4, 3), "selective", "blocks"),
+        seldom("wrap: [Linear]", (4, 3), "full", "blocks"),
     ],
 )
 def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(
