@@ -105,6 +105,7 @@ def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_with_it
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_on_a_cluster(on_head: Commands) -> None:
     check_the_next_command_goes_on_from_copies(on_head(), "parallel.kind=fsdp")
 

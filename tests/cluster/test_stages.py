@@ -19,7 +19,8 @@ SAME = ["precision.kind=fp64", "schedule.kind=constant", "model.dropout=0.1"]
 STAGES = ["parallel={kind: pipeline, stages: 2}", "scaling.num_workers=[2,4]", "checkpoint.every=1000 minutes"]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_pipeline_with_lost_workers_that_grows_and_shrinks_has_the_weights_of_one_worker(
     command: Commands, tmp_path: Path
 ) -> None:
