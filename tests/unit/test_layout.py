@@ -1,64 +1,121 @@
-"""The layout of a world follows from the number of workers."""
+"""Rules of the layout that import contracts (`make check`) cannot say."""
 
-from __future__ import annotations
+import ast
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from steadfast.config import Config
-from steadfast.config.layout import Layout, layout_of_most
-from steadfast.errors import ConfigError
-from tests.support.small import small
+UNIT = Path(__file__).parent
+APP = UNIT.parents[1] / "app" / "steadfast"
+
+# Test files whose subject is no module of the package, with the reason.
+ABOUT_MORE = {
+    "test_alarms": "tests/benchmarks/alarms.py, so that the benchmark's simulation stays right",
+    "test_cluster_files": "the YAML and shell files of cluster/",
+    "test_docs": "README.md, CONTRIBUTING.md and docs/",
+    "test_layout": "rules for the whole tree",
+    "test_leaks": "tests/support/leaks.py, which guards every test",
+    "test_odd_input": "damaged files, which every command that reads a run directory may meet",
+    "test_pages": "docs/migrate, docs/defaults.md and docs/does_not_fit.md, with their programs",
+    "test_spot_watcher": "cluster/spot_watcher.py",
+    "test_strangers": "run directories of another user, which every reading command may meet",
+    "test_torch_internals": "private names of torch, which several modules use",
+}
 
 
-def config_of(parallel: str, *words: str) -> Config:
-    batch = "batch={global_size: 64, microbatch_size: 1}"
-    return small("runs", batch, "model.attention_dropout=0", "model.num_heads=4", f"parallel={parallel}", *words)
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_an_upward_import_breaks_the_contract(tmp_path: Path) -> None:
+    for name in ("app", "pyproject.toml"):
+        subprocess.run(["cp", "-r", str(APP.parents[1] / name), str(tmp_path)], check=True)
+    check = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    env = {**os.environ, "PYTHONPATH": "app"}
+    assert subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, check=False).returncode == 0
+    with (tmp_path / "app/steadfast/plan.py").open("a") as plan:
+        plan.write("\nfrom steadfast.train import train\n")
+    broken = subprocess.run(check, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert broken.returncode == 1
+    assert "steadfast.plan -> steadfast.train" in broken.stdout
+
+
+def test_ray_internals_are_in_one_module() -> None:
+    using = {path.parent for path in APP.rglob("*.py") if any("._" in name for name in imported(path) if "ray" in name)}
+    assert using == {APP / "orchestration" / "internals"}
+
+
+def test_reading_a_config_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, steadfast.cli; from steadfast import Config, load_config; "
+        "print([name for name in ('torch', 'ray') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=APP.parent, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def names_of_test_files(package: Path) -> set[str]:
+    """Return the names that a test file may have: a module with as many of its packages as make the name unique."""
+    counts: Counter[str] = Counter()
+    names: set[str] = set()
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        suffixes = ["_".join(parts[start:]) for start in range(len(parts))]
+        counts.update(suffixes)
+        names.update(suffixes[:1])  # the whole path is a name even where a deeper module ends alike
+    names.update(name for name, count in counts.items() if count == 1)
+    return {f"test_{name}" for name in names}
+
+
+def misnamed(folder: Path, names: set[str]) -> list[str]:
+    """Return what is wrong with the names of a folder's test files, and what to do."""
+    found: list[str] = []
+    for path in sorted(folder.glob("test_*.py")):
+        if path.stem not in names:
+            found.append(
+                f"{path.name} is named after no module of app/steadfast, or two modules share that name: call the file "
+                "test_<module>.py, test_<package>_<module>.py where two modules share a name, or add it to ABOUT_MORE "
+                f"in {Path(__file__).name} with a reason"
+            )
+    return found
+
+
+def test_every_unit_test_file_is_named_after_what_it_tests() -> None:
+    wrong = misnamed(UNIT, names_of_test_files(APP) | ABOUT_MORE.keys())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_exception_is_a_file_and_needed() -> None:
+    assert all((UNIT / f"{name}.py").exists() for name in ABOUT_MORE)
+    assert not ABOUT_MORE.keys() & names_of_test_files(APP)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "layouts"),
+    ("name", "is_right"),
     [
-        ("{kind: ddp}", {1: "1", 7: "7"}),
-        ("{kind: fsdp}", {1: "1", 7: "1 x 7", 8: "1 x 8"}),
-        ("{kind: fsdp, shard_size: 4}", {3: "0", 7: "1 x 4", 8: "2 x 4"}),
-        # One of 2 x 8 is lost.
-        ("{kind: fsdp, shard_size: [8, 5]}", {16: "2 x 8", 15: "3 x 5", 14: "2 x 5", 7: "1 x 5"}),
-        ("{kind: fsdp, shard_size: auto}", {1: "1", 2: "1 x 2", 7: "1 x 7", 8: "4 x 2", 9: "3 x 3", 15: "5 x 3"}),
-        ("{kind: fsdp, shard_size: auto, tensor_size: 2}", {7: "1 x 3 x 2", 8: "2 x 2 x 2"}),
-        ("{kind: fsdp, tensor_size: [2, 4]}", {7: "1 x 3 x 2", 8: "1 x 4 x 2"}),
-        ("{kind: pipeline, stages: [3, 2]}", {4: "2 x 2", 5: "2 x 2", 3: "1 x 3", 6: "3 x 2", 9: "3 x 3"}),
+        ("test_ledger", True),
+        ("test_analysis_audit", True),
+        ("test_plan", True),  # a module at the top, though commands/plan.py ends alike
+        ("test_checkpoint", True),  # a package
+        ("test_audit", False),  # analysis/audit.py and commands/audit.py share the name
+        ("test_nothing", False),
     ],
 )
-def test_layout_trains_on_most_workers(parallel: str, layouts: dict[int, str]) -> None:
-    config = config_of(parallel).parallel
-    assert {number: str(config.layout(number)) for number in layouts} == layouts
-
-
-@given(st.integers(1, 40), st.lists(st.builds(Layout, st.just(1), *[st.integers(1, 4)] * 3), min_size=1, max_size=5))
-def test_no_other_layout_uses_more_workers(num_workers: int, replicas: list[Layout]) -> None:
-    found = layout_of_most(num_workers, replicas)
-    most = max(num_workers // replica.replica_size * replica.replica_size for replica in replicas)
-    assert found.size == most <= num_workers
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ("{kind: fsdp, shard_size: [1, 2]}", "at least 2 without tensor_size"),
-        ("{kind: fsdp, tensor_size: [1, 2]}", "from 2 on"),
-        ("{kind: fsdp, shard_size: []}", "shard_size"),
-        ("{kind: pipeline, stages: 1}", "at least 2"),
-        ("{kind: pipeline, stages: [2, 4], balance: [1, 1]}", "one number for each stage"),
-    ],
-)
-def test_sizes_that_no_world_can_have_are_refused(parallel: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config_of(parallel)
-
-
-def test_a_world_has_whole_replicas_and_a_microbatch_for_each_worker() -> None:
-    config = config_of("{kind: fsdp, shard_size: [4, 7]}", "scaling.num_workers=[4, 16]")
-    assert config.world_sizes((4, 16)) == [4, 7, 8, 12, 14, 16]
-    assert config.world_sizes((4, 16), num_microbatches=8) == [4, 7, 8]
+def test_a_misnamed_test_file_is_named_with_the_remedy(tmp_path: Path, name: str, is_right: bool) -> None:
+    (tmp_path / f"{name}.py").touch()
+    wrong = misnamed(tmp_path, names_of_test_files(APP))
+    assert (wrong == []) == is_right
+    if wrong:
+        assert wrong[0].startswith(f"{name}.py ")
+        assert "test_<package>_<module>.py" in wrong[0]

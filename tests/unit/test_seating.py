@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadfast.config.layout import Layout, layout_of_most
+from steadfast.config.axes import Layout, layout_of_most
 from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
 from steadfast.orchestration.seating import seat
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from steadfast.config.axes import Layout, layout_of_most
 from steadfast.config.base import (
     Balance,
     Every,
@@ -28,7 +29,6 @@ from steadfast.config.base import (
     Variable,
 )
 from steadfast.config.faults import FaultsConfig
-from steadfast.config.layout import Layout, layout_of_most
 from steadfast.plan import End, EvenSamplesPlan, Plan, step_of
 
 
