@@ -27,7 +27,7 @@ from steadfast.config import load_config
 from tests.benchmarks.commands import ROOT, end_on_sigterm
 from tests.benchmarks.speed import CASES
 from tests.benchmarks.statistics import estimate, paired_ratio, table
-from tests.benchmarks.turns import give_turn
+from tests.benchmarks.turns import give_turn, read_text
 from tests.e2e.lab.hosts import Lab
 
 HOSTS = {"one": 11, "two": 12}
@@ -105,7 +105,10 @@ def take_turns(lab: Lab, num_pairs: int) -> dict[str, list[float]]:
         def still_alive() -> None:
             for side, both in processes.items():
                 for name, process in zip(HOSTS, both, strict=True):
-                    assert process.poll() is None, (lab.storage / f"{side}-{name}.log").read_text()
+                    code = process.poll()
+                    assert code is None, (
+                        f"{side} on {name} ended with {code}: {read_text(lab.storage / f'{side}-{name}.log')}"
+                    )
 
         for block in range(num_blocks):
             for side in list(SIDES) if block % 2 else list(SIDES)[::-1]:
