@@ -109,3 +109,20 @@ def test_less_than_a_replica_is_let_go_when_the_run_stops() -> None:
     membership.lose("w")
     membership.join("x", 10.0, "a")
     assert membership.close() == ["x"]
+
+
+def test_one_holder_of_each_part_is_in_a_world_of_another_layout() -> None:
+    def layout(num_members: int) -> Layout:
+        return layout_of_most(num_members, [Layout(1, shard=4), Layout(1, shard=6)])
+
+    membership = Membership(1, 8, 8, settle_s=5.0, gather_s=1.0, layout=layout)
+    members = tuple("abcdefgh")
+    for member in members:
+        membership.join(member, 0.0, "a")
+    assert membership.decide(0.0) == Form(members)
+    membership.lose("d")  # only h holds the part of d
+    for member in "abcefgh":
+        membership.join(member, 1.0, "a")
+    formed = membership.decide(1.0)
+    assert isinstance(formed, Form)
+    assert sorted(formed.members) == list("abcefh")

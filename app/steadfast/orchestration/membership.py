@@ -220,9 +220,18 @@ class Membership:
 
     def _seated(self, candidates: Sequence[str], size: int) -> tuple[str, ...]:
         replica_size = self.layout(size).replica_size
-        # In replicas of another size no member finds its part of the model.
-        ranks = self._ranks if replica_size == self._replica_size else {}
-        return tuple(seat(candidates, ranks, self._nodes, replica_size, size // replica_size))
+        num_replicas = size // replica_size
+        if replica_size == self._replica_size:
+            return tuple(seat(candidates, self._ranks, self._nodes, replica_size, num_replicas))
+        # In replicas of another size no member finds its part of the model. But one holder of each part must be in the
+        # world, because the parts move from there.
+        holders: dict[int, str] = {}
+        for member in candidates:
+            if member in self._ranks:
+                holders.setdefault(self._ranks[member] % self._replica_size, member)
+        first = [member for member in candidates if member in holders.values()]
+        others = [member for member in candidates if member not in holders.values()]
+        return tuple(seat([*first, *others][:size], {}, self._nodes, replica_size, num_replicas))
 
     def _candidates(self) -> tuple[str, ...]:
         # Survivors come first and in their order, so that the leader stays the same.
