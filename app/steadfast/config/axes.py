@@ -1,4 +1,4 @@
-"""How the ranks of a world are arranged on its axes."""
+"""Layouts of a world: numbers of ranks on each axis."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

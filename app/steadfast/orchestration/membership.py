@@ -229,8 +229,9 @@ class Membership:
         for member in candidates:
             if member in self._ranks:
                 holders.setdefault(self._ranks[member] % self._replica_size, member)
-        first = [member for member in candidates if member in holders.values()]
-        others = [member for member in candidates if member not in holders.values()]
+        first = list(holders.values())  # in the order of the candidates
+        held = set(first)
+        others = [member for member in candidates if member not in held]
         return tuple(seat([*first, *others][:size], {}, self._nodes, replica_size, num_replicas))
 
     def _candidates(self) -> tuple[str, ...]:
