@@ -232,8 +232,8 @@ def twenty_with_whole_heads() -> Reference:
         ("shard_size: 1", (6, 1), "full", "none"),
         ("reduce_every_microbatch: true", (3, 2, 2), "none", "none"),  # three shards of each part
         seldom("shard_size: 1", (7,), "none", "none"),
-        seldom("reshard_after_forward: false", (4, 3), "selective", "blocks"),
-        seldom("wrap: [Linear]", (4, 3), "full", "blocks"),
+        seldom("reshard_after_forward: false", (4, 3), "none", "blocks"),
+        seldom("wrap: [Linear]", (4, 3), "selective", "none"),
     ],
 )
 def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(

@@ -135,6 +135,9 @@ BAD = [
      "x.yaml:1: batch.microbatch_size: auto measures one GPU, and parallel.kind=data_parallel trains on several: give "
      "a number"),
     ("batch: {microbatch_size: automatic}", "x.yaml:1: batch.microbatch_size: must be"),
+    ("parallel: {kind: fsdp, tensor_size: 2}\nmodel: {attention_dropout: 0}\ncompile: blocks\n"
+     "memory: {activation_checkpointing: full}", "x.yaml:3: compile: must be none with parallel.tensor_size and "
+     "memory.activation_checkpointing: torch.compile cannot save a device mesh"),
     ("recovery: {stall_s: 3}", "x.yaml:1: recovery.stall_s: unknown key; the key is called recovery.hang_limit_s now"),
     ("audit: {recompute: 5 steps}", "x.yaml:1: audit: unknown key; the key audit.recompute is called recompute.every"),
     ("run: {deterministic: true}\nrecompute: {every: 5 minutes}", "x.yaml:2: recompute.every: must be in steps, such "

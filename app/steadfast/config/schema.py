@@ -1186,6 +1186,17 @@ class Config(Section):
             raise ValueError("must be none with parallel.kind=data_parallel, which copies the model in every forward")
         return compile
 
+    @field_validator("compile")
+    @classmethod
+    def checkpointed_parts_are_not_compiled(cls, compile: Compile, info: ValidationInfo) -> Compile:
+        is_checkpointed = info.data.get("memory", MemoryConfig()).activation_checkpointing != "none"
+        if compile != "none" and is_checkpointed and info.data.get("parallel", DdpConfig()).has_tensor_parts:
+            raise ValueError(
+                "must be none with parallel.tensor_size and memory.activation_checkpointing: torch.compile cannot "
+                "save a device mesh for the backward pass"
+            )
+        return compile
+
     @field_validator("logging")
     @classmethod
     def a_digest_is_of_weights_in_one_place(cls, logging: LoggingConfig, info: ValidationInfo) -> LoggingConfig:
