@@ -39,6 +39,11 @@ PARALLEL = {
     "fsdp by class": "{kind: fsdp, wrap: [Linear], reduce_every_microbatch: true, prefetch: 1}",
     "stages": "{kind: pipeline, stages: 2}",
 }
+WITH_PARTS = {
+    "tensor": "{kind: fsdp, shard_size: 1, tensor_size: 2}",
+    "shards of parts": "{kind: fsdp, tensor_size: 2}",
+    "parts in stages": "{kind: pipeline, stages: 2, tensor_size: 2}",
+}
 OFTEN = ("ddp", "hsdp", "stages")  # what the others do is a part of what these do
 
 
@@ -52,6 +57,7 @@ def kinds_of(*left_out: str) -> list[Any]:
 
 
 KINDS = pytest.mark.parametrize("kind", kinds_of())
+KINDS_OF_ANY_CASE = pytest.mark.parametrize("kind", [*kinds_of(), *map(seldom, WITH_PARTS)])
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +112,7 @@ FEW, MANY = (
 )
 
 
-@KINDS
+@KINDS_OF_ANY_CASE
 @FEW
 @given(case=cases())
 @example(case=([], (0, 7, 0)))
@@ -117,7 +123,7 @@ def test_any_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind
 
 
 @pytest.mark.slow
-@KINDS
+@KINDS_OF_ANY_CASE
 @MANY
 @given(case=cases())
 def test_any_other_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
@@ -126,8 +132,12 @@ def test_any_other_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps
 
 def check_case(steps: Steps, kind: str, case: Case) -> None:
     overrides, shares = case
-    assume(kind != "stages" or "model.target=tests.support.models:Normalised" not in overrides)  # refused
-    config = small(NOWHERE, f"parallel={PARALLEL[kind]}", *overrides)
+    # These are refused.
+    assume(kind not in ("stages", *WITH_PARTS) or "model.target=tests.support.models:Normalised" not in overrides)
+    if kind in WITH_PARTS:
+        assume(not {"compile=blocks", "memory.activation_checkpointing=full"} <= {*overrides})
+        overrides = [*overrides, "model.attention_dropout=0"]
+    config = small(NOWHERE, f"parallel={(PARALLEL | WITH_PARTS)[kind]}", *overrides)
     expected = reference(config)
     # A whole step in which nothing counts has no mean.
     assume(all(loss is not None and math.isfinite(loss) for loss in expected.losses))
@@ -233,7 +243,7 @@ def twenty_with_whole_heads() -> Reference:
         ("reduce_every_microbatch: true", (3, 2, 2), "none", "none"),  # three shards of each part
         seldom("shard_size: 1", (7,), "none", "none"),
         seldom("reshard_after_forward: false", (4, 3), "none", "blocks"),
-        seldom("wrap: [Linear]", (4, 3), "selective", "none"),
+        seldom("wrap: [Linear]", (4, 3), "full", "none"),
     ],
 )
 def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(

@@ -55,8 +55,6 @@ def test_a_slow_worker_is_given_less_and_the_result_is_the_same(tmp_path: Path, 
     assert shares[0] == (8, 8)
     assert shares[-1] in ((11, 5), (12, 4), (13, 3))
     assert shares[event["step"] - 2 : event["step"]] == [(8, 8), tuple(event["after"])]
-    steps = [line["step_s"] for line in run.history.lines]
-    assert sorted(steps[-8:])[4] < 0.8 * sorted(steps[2:10])[4]
 
 
 def test_a_worker_that_recovers_is_given_its_part_again(tmp_path: Path) -> None:
