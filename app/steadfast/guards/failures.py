@@ -3,10 +3,6 @@
 from enum import StrEnum
 
 from steadfast.errors import SteadfastError
-from steadfast.guards.corruption import Corrupted
-from steadfast.guards.numerics import BadStep
-from steadfast.guards.out_of_memory import OutOfMemory
-from steadfast.world.groups import is_out_of_memory, is_peer_loss
 
 
 class FailureKind(StrEnum):
@@ -33,6 +29,12 @@ def failure_kind(error: BaseException, has_peers: bool = True) -> FailureKind:
     Args:
         has_peers: False before the first attempt. A dataset that is built then may raise errors of sockets too.
     """
+    # The coordinator needs the kinds alone, and the import of torch takes seconds.
+    from steadfast.guards.corruption import Corrupted
+    from steadfast.guards.numerics import BadStep
+    from steadfast.guards.out_of_memory import OutOfMemory
+    from steadfast.world.groups import is_out_of_memory, is_peer_loss
+
     if isinstance(error, OutOfMemory):
         return FailureKind.SMALLER
     if has_peers and is_peer_loss(error):

@@ -12,10 +12,31 @@ from functools import partial
 from statistics import median
 
 from steadfast.liveness.verdicts import Guess
-from steadfast.world.progress import ProgressReport
 
 _WAITS = ("gradients", "collective", "idle")  # phases in which a rank waits for the other ranks, or does nothing
 _DEVICE = "device"  # stands for the time in which the device computes, summed over the microbatches of a step
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """Progress of a worker in a heartbeat.
+
+    A report is small, because it is sent as JSON.
+    """
+
+    attempt: int
+    rank: int
+    position: list[int]  # comparable among the workers of an attempt, whatever their shares
+    step: int  # the last finished step; 0 until the attempt has restored one
+    phase: str
+    seconds: float  # in this phase so far
+    limit_s: float | None  # for this phase; None for no limit
+    spent_s: dict[str, float]  # by phase, in this attempt, completed phases only
+    # Seconds of work on the device in this attempt, from each step's first forward to its last backward. There a phase
+    # ends as soon as the host has launched its work, so its own duration says little.
+    device_s: float = 0.0
+
+
 Reports = Mapping[str, ProgressReport]  # by member
 
 

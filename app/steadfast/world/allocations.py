@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,8 +34,9 @@ class Allocations(TorchDispatchMode):
             self._count(tensor.untyped_storage())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A DTensor calls operators on its local tensor, and these calls are dispatched here too.
-        if DTensor in types:
+        # A DTensor calls operators on its local tensor, and these calls are dispatched here too. Its module is not
+        # imported here, because that takes a second.
+        if any(hasattr(each, "full_tensor") for each in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func is _DEVICE:  # frequent, and returns no tensor

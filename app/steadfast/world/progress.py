@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from steadfast.liveness.watchdog import ProgressReport
 from steadfast.world import communicator, groups
 from steadfast.world.clock import HostClock
 from steadfast.world.stacks import stacks
@@ -49,26 +50,6 @@ class Limits:
         in_step = phase in _LOCAL or phase == "collective"
         least_s = self.step_s if in_step else max(self.step_s, self.rare_s)
         return max(least_s, 5 * p99)
-
-
-@dataclass(frozen=True)
-class ProgressReport:
-    """Progress of a worker in a heartbeat.
-
-    A report is small, because it is sent as JSON.
-    """
-
-    attempt: int
-    rank: int
-    position: list[int]  # comparable among the workers of an attempt, whatever their shares
-    step: int  # the last finished step; 0 until the attempt has restored one
-    phase: str
-    seconds: float  # in this phase so far
-    limit_s: float | None  # for this phase; None for no limit
-    spent_s: dict[str, float]  # by phase, in this attempt, completed phases only
-    # Seconds of work on the device in this attempt, from each step's first forward to its last backward. There a phase
-    # ends as soon as the host has launched its work, so its own duration says little.
-    device_s: float = 0.0
 
 
 class _Mark(NamedTuple):
