@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -775,3 +777,12 @@ def test_a_run_ends_after_a_long_shortage_and_says_what_is_free(
         "waited 0.05 s for workers: 1 of at least 2 (scaling.num_workers) have joined; 3 CPUs and 0 GPUs are free. "
         "Add nodes, and give the same command again"
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "not_imported"),
+    [("steadfast.orchestration.coordinator", "torch"), ("steadfast.worker", "torch.distributed.tensor")],
+)
+def test_a_process_starts_without_libraries_that_it_may_not_need(module: str, not_imported: str) -> None:
+    code = f"import sys, {module}; sys.exit({not_imported!r} in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
