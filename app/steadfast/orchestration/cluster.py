@@ -22,6 +22,7 @@ from steadfast.orchestration.internals import (
     on_loopback,
     restored_functions,
     silence_raylet,
+    without_services,
 )
 from steadfast.orchestration.packages import check_packages
 from steadfast.orchestration.runtime_env import runtime_env
@@ -83,7 +84,7 @@ def connect(cluster: ClusterConfig, scaling: ScalingConfig, verbose: bool) -> st
         check_packages(cluster.pip, Path.cwd())
         _init(address=address, runtime_env=runtime_env(cluster), **quiet)
         return address
-    with on_loopback():
+    with on_loopback(), without_services(log_monitor=verbose):
         _init(
             address="local",
             # A run may have more workers than the machine has cores. The run is only slower.

@@ -52,6 +52,24 @@ def on_loopback() -> Iterator[None]:
         services.resolve_ip_for_localhost = stock
 
 
+@contextlib.contextmanager
+def without_services(log_monitor: bool) -> Iterator[None]:
+    """Start an embedded Ray in this context without processes that a run does not use.
+
+    These processes are the autoscaler's monitor, the dashboard's server and, unless `log_monitor` is true, the process
+    that sends the workers' output to the driver. Together they take three seconds of CPU.
+    """
+    unused = {"start_monitor", "start_api_server"} | (set() if log_monitor else {"start_log_monitor"})
+    stock = {name: getattr(Node, name) for name in unused}
+    for name in unused:
+        setattr(Node, name, lambda self, **_: None)
+    try:
+        yield
+    finally:
+        for name, function in stock.items():
+            setattr(Node, name, function)
+
+
 def current_cluster() -> str | None:
     """Return the address of the cluster joined by `ray start`."""
     # Ray's own "auto" accepts any Ray on this machine, even one that another command has embedded. Such a Ray ends with
