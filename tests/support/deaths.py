@@ -146,7 +146,8 @@ def _record_steps(member: Member, config: Config) -> dict[int, State]:
         honest(self, step)
         states[step] = _state(self)
 
-    WorkerState.advance_to = advance_to
+    if config.parallel.survivors_hold_all:  # else no survivor's state is compared
+        WorkerState.advance_to = advance_to
     directory = RunDirectory.of(config)
     runtime = DrillRuntime(member, [Attempt(1, [0, 1, 2], None, None)], directory)
     try:
