@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steadfast.run.ledger import read_shares
 from steadfast.storage import LocalStore
 from steadfast.tasks import LanguageModeling, Sums
 from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
@@ -56,7 +57,7 @@ def compare(case: str, num_pairs: int, folder: Path) -> list[str]:
     commands = {side: app_under_torchrun(_config(case, side, num_pairs + 1, folder)) for side in SIDES}
     seconds = take_turns(commands, num_pairs + 1, folder)
     step_ms = {side: 1e3 * median(seconds[side]) / STEPS_PER_BLOCK for side in SIDES}
-    shares = read_ledger(LocalStore(folder / "runs" / "speed")).lines[-1]["shares"]
+    shares = read_shares(read_ledger(LocalStore(folder / "runs" / "speed")).lines[-1]) or []
     return [
         case,
         ":".join(map(str, shares)),

@@ -11,6 +11,7 @@ import torch
 
 import steadfast.balance.shares
 from steadfast.config import Config
+from steadfast.run.ledger import read_shares
 from steadfast.world.runtime import World
 from tests.support import mutations
 from tests.support.claims import check_ledger, check_run
@@ -33,7 +34,7 @@ def unequal(storage: Path, *overrides: str) -> Config:
 
 def shares_of(run: Drilled) -> list[tuple[int, ...]]:
     """Of each step, as the ledger has them."""
-    return [tuple(line["shares"]) for line in run.history.lines]
+    return [tuple(read_shares(line) or ()) for line in run.history.lines]
 
 
 def told(run: Drilled) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from steadfast.data.batches import Batch
 from steadfast.plan import EvenSamplesPlan, Microbatch
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import ForwardsShrunk
+from steadfast.run.ledger import read_shares
 from steadfast.tasks import LanguageModeling, Sums
 from tests.dist.test_global_loss import Clip, clip
 from tests.support.claims import CLAIMS, check_equal, check_ledger, check_losses, check_run, check_weights
@@ -38,7 +39,7 @@ def even_samples(storage: Path, *overrides: str) -> Config:
 
 
 def shares_of(run: Drilled) -> list[tuple[int, ...]]:
-    return [tuple(line["shares"]) for line in run.history.lines]
+    return [tuple(read_shares(line) or ()) for line in run.history.lines]
 
 
 def test_run_with_parts_equals_one_process_when_a_worker_leaves(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from steadfast.errors import StorageError
 from steadfast.loop.microbatch_size import Room
 from steadfast.loop.worker_state import WorkerState
 from steadfast.run.directory import RunDirectory
+from steadfast.run.ledger import read_shares
 from steadfast.tasks import Sums
 from steadfast.world.runtime import World
 from tests.support.claims import check_identical, check_run, check_weights
@@ -86,7 +87,7 @@ def test_the_rank_with_the_least_room_decides_and_another_world_keeps_the_size(t
     run = drill(config, worlds=[3, 2, 1], leave_after=[4, 4], patch=partial(room_for, (ENOUGH, 2, 3)))
     assert run.told("microbatch_chosen", "microbatch_size") == [2]
     assert run.told("microbatch_chosen", "rank") == [1]
-    assert [sum(line["shares"]) for line in run.history.lines] == [7] * 14
+    assert [sum(read_shares(line) or ()) for line in run.history.lines] == [7] * 14
     check_run(run, reference(small(tmp_path, "batch.microbatch_size=2")))
 
 
@@ -163,7 +164,7 @@ def test_where_memory_runs_out_later_the_size_stays_and_forwards_shrink(tmp_path
     check_weights(run, expected)
     digests = [run.history.committed[step]["samples_digest"] for step in range(1, 15)]
     assert digests == [f"{digest:016x}" for digest in expected.digests]
-    assert {sum(line["shares"]) for line in run.history.lines} == {4}
+    assert {sum(read_shares(line) or ()) for line in run.history.lines} == {4}
 
 
 @KINDS

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from steadfast.checkpoint.node_memory import ProcessMemory
-from steadfast.checkpoint.snapshots import Snapshots, backup_rank
+from steadfast.checkpoint.snapshots import Snapshots, backup_ranks
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import unsharded
 from steadfast.parallel.fsdp import FullyShardedDataParallelism
@@ -40,7 +40,7 @@ LONG_S = 20.0
     [("aab", [2, 2, 0]), ("abc", [1, 2, 0]), ("aabb", [2, 3, 0, 1]), ("aa", [1, 0]), ("abab", [1, 0, 3, 2])],
 )
 def test_a_copy_goes_to_another_node_where_there_is_one(nodes: str, backups: list[int]) -> None:
-    assert [backup_rank(rank, nodes) for rank in range(len(nodes))] == backups
+    assert backup_ranks(nodes) == backups
 
 
 def whole(step: int) -> dict[str, Tensor]:

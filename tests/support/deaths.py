@@ -38,6 +38,9 @@ _NUM_QUICK, _NUM_PLOTS = 4, int(os.environ.get("DEATH_PLOTS", "4"))
 SEEDS = [*range(_NUM_QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(_NUM_QUICK, _NUM_PLOTS))]
 JOINING: tuple[list[int], ...] = ([0, 1, 2], [3], [4], [])  # in each world, beside the survivors of the one before
 _LOOK_S = 0.005
+# From a death until survivors are told. A rank that the machine has kept waiting at the gate of a whole step passes it
+# meanwhile: where each survivor has the only copy of a part, a step that one of them has not passed is done again.
+_TOLD_AFTER_S = 0.05
 _MOMENTS = ("before it is launched", "while it runs", "when it is done")
 
 
@@ -143,7 +146,8 @@ def _record_steps(member: Member, config: Config) -> dict[int, State]:
         honest(self, step)
         states[step] = _state(self)
 
-    WorkerState.advance_to = advance_to
+    if config.parallel.survivors_hold_all:  # else no survivor's state is compared
+        WorkerState.advance_to = advance_to
     directory = RunDirectory.of(config)
     runtime = DrillRuntime(member, [Attempt(1, [0, 1, 2], None, None)], directory)
     try:
@@ -248,6 +252,7 @@ class MortalRuntime(DrillRuntime):
         pid = int(self._member.store.get(key))
         while _lives(pid):
             time.sleep(_LOOK_S)
+        time.sleep(_TOLD_AFTER_S)
         self._broken = attempt
         # On a busy machine this process may be in the next world by now, which must not be aborted.
         world = self._world

@@ -20,8 +20,8 @@ LIFELONG_THREADS = {
 # Servers of Python's multiprocessing, one of each for the life of this process.
 LIFELONG_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
-# Variables that libraries set when they are first used, and keep on purpose.
-LIBRARIES_VARIABLES = ("PYTEST_", "KMP_", "RAY_", "PYTHONBREAKPOINT", "TORCH", "TF_", "XLA_")
+# Variables that libraries, or worlds for gloo, set when they are first used, and keep on purpose.
+LIBRARIES_VARIABLES = ("PYTEST_", "KMP_", "RAY_", "PYTHONBREAKPOINT", "TORCH", "TF_", "XLA_", "GLOO_ENABLE_")
 
 
 @contextmanager

@@ -130,15 +130,6 @@ def test_the_last_ones_stay_and_what_was_never_committed_goes(catalog: Catalog) 
     assert catalog.quarantined() == {}
 
 
-def test_nothing_is_deleted_before_its_successor_reads_back(catalog: Catalog, store: MemoryStore) -> None:
-    for step in (3, 5, 7):
-        newest = commit(catalog, step)
-    del store.files[f"{path_of(7)}/a"]
-    with pytest.raises(Damaged, match="a is missing"):
-        catalog.retire(newest, NOTHING, go_on)
-    assert catalog.steps() == [7, 5, 3]
-
-
 def test_a_checkpoint_that_a_bad_step_went_into_is_deleted(catalog: Catalog) -> None:
     commit(catalog, 3)
     commit(catalog, 9)

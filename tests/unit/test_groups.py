@@ -218,6 +218,17 @@ def test_a_failure_while_nccl_connects_is_a_lost_peer_and_leaves_no_group(monkey
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("device", "is_default"), [("cpu", False), ("cuda", True)])
+def test_control_messages_share_a_mesh_with_nothing_that_an_abort_may_leave_stuck(
+    monkeypatch: pytest.MonkeyPatch, device: str, is_default: bool
+) -> None:
+    monkeypatch.setattr(groups, "probe", lambda _: None)
+    monkeypatch.setattr(groups, "connect", lambda *_: SimpleNamespace(synchronize=lambda: None, under_way=[]))
+    formed = Groups.form(dist.HashStore(), WorldRank(0, 1, 1), torch.device(device), Timeouts())
+    assert (formed.control is dist.group.WORLD) is is_default
+    formed.destroy()
+
+
 def test_an_abort_does_not_wait_for_a_launch_that_hangs() -> None:
     launching, may_go_on, aborted = threading.Event(), threading.Event(), threading.Event()
     told: list[bool] = []

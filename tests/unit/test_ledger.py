@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from steadfast.plan import End
+from steadfast.plan import End, Plan, Shares
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import Checkpoint, Rollback, RunStarted, ShortStep
-from steadfast.run.ledger import PastLosses, Totals, last_end, past_losses
+from steadfast.run.ledger import Ledger, PastLosses, StepStats, StepTimes, Totals, last_end, past_losses, read_shares
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import last_lines, open_stream
 from steadfast.telemetry.goodput import goodput, read_totals
 from tests.support.history import History
+
+NOW_S = 1.8e9
 
 
 def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -> None:
@@ -40,6 +42,47 @@ def test_of_a_long_ledger_the_first_and_the_last_losses_are_read(tmp_path: Path)
     assert past.recent[-1] == 19_990.0
     assert len(past.first) < 2000
     assert len(past.recent) < 6000
+
+
+def committed(folder: Path, shares: Shares, num_steps: int = 1) -> RunDirectory:
+    """A run of some steps with these shares."""
+    directory = RunDirectory(LocalStore(folder))
+    ledger = Ledger(directory.store, 1, Plan(sum(shares), 1, shares), writes=True)
+    for step in range(1, num_steps + 1):
+        stats = StepStats(step, 2.5, sum(shares), 1.0, sum(shares), 2**63, finite=True)
+        ledger.commit([(stats, StepTimes(1.0, NOW_S + step))])
+    ledger.close()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("shares", "short"),
+    [((4,), [4]), ((4, 3), [4, 3]), ((4, 4, 3), [[2, 4], 3]), ((1, 0, 0, 2, 2), [1, [2, 0], [2, 2]])],
+)
+def test_neighbours_with_equal_shares_are_written_as_one(tmp_path: Path, shares: Shares, short: list[object]) -> None:
+    line = committed(tmp_path, shares).last_step_line()
+    assert line["shares"] == short
+    assert read_shares(line) == list(shares)
+
+
+@pytest.mark.parametrize("written", [None, 5, "4, 4", [[4]], [None], [[2.0, 1]], [[2**60, 1]]])
+def test_shares_that_no_run_has_written_are_not_read(written: object) -> None:
+    assert read_shares({"shares": written}) is None
+    assert read_shares({"shares": [4, 4, 3]}) == [4, 4, 3]  # of an earlier release
+
+
+def test_a_line_of_a_large_world_with_equal_shares_is_short(tmp_path: Path) -> None:
+    committed(tmp_path, (8,) * 10_000)
+    assert (tmp_path / STEPS).stat().st_size <= 500
+
+
+def test_the_last_step_is_found_however_long_its_line_is(tmp_path: Path) -> None:
+    directory = committed(tmp_path, (8, 9) * 10_000, num_steps=3)
+    assert (tmp_path / STEPS).stat().st_size > 3 * 40_000
+    assert directory.last_step() == 3
+    with (tmp_path / STEPS).open("ab") as file:
+        file.write(b'{"step": 4, "shares": [' + 20_000 * b"8,")  # is still being written
+    assert directory.last_step() == 3
 
 
 def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:

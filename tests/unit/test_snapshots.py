@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from steadfast.checkpoint.node_memory import Buffer, ProcessMemory
-from steadfast.checkpoint.snapshots import _TIME_SHARE, AtRisk, Snapshots, _Place, _refusal
+from steadfast.checkpoint.snapshots import _TIME_SHARE, AtRisk, Snapshots, _Place, _refusal, backup_ranks
 from steadfast.config import DdpConfig, Every
 from steadfast.loop.trigger import Interval
 from steadfast.parallel import build_parallel
@@ -39,6 +39,18 @@ def test_a_loss_costs_the_steps_since_the_newest_state_elsewhere(
     shard: int, ranks_by_node: list[list[int]], expected: AtRisk
 ) -> None:
     assert AtRisk.of(100, newest=97, committed=40, replica_size=shard, ranks_by_node=ranks_by_node) == expected
+
+
+def test_the_time_for_who_copies_what_grows_linearly_with_the_ranks() -> None:
+    nodes = [f"node-{rank // 8}" for rank in range(10_000)]
+    ranks_by_node = [range(first, first + 8) for first in range(0, 10_000, 8)]
+    began_s = time.process_time()
+    backups = backup_ranks(nodes)
+    _refusal([_Place(node, True, 1, 10**9, 0) for node in nodes], range(10_000), backups)
+    AtRisk.of(100, newest=97, committed=40, replica_size=5_000, ranks_by_node=ranks_by_node)
+    assert time.process_time() - began_s < 1.0  # about 0.02 s, and 5 s if each rank looked at all others
+    assert backups[:9] == [*range(8, 16), 16]
+    assert backups[-1] == 7
 
 
 @pytest.mark.parametrize("every", [Every(5, "minutes"), Every(1000, "steps")])

@@ -16,7 +16,7 @@ from steadfast.config import Change, Config, diff
 from steadfast.errors import UsageError
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import AttemptStarted
-from steadfast.run.ledger import Holders, numbers, runs_of
+from steadfast.run.ledger import Holders, numbers, read_shares, runs_of
 from steadfast.storage import Store
 from steadfast.storage.jsonl import Line, decode, is_number, read_blocks
 
@@ -281,13 +281,13 @@ def _flag(name: str, ours: Line, theirs: Line) -> dict[str, Both]:
 
 
 def _shared(line: Line) -> Both:
-    return line.get("world_size"), line.get("shares")
+    return line.get("world_size"), read_shares(line)
 
 
 def _ran(line: Line | None) -> Ran | None:
     if line is None:
         return None
-    return Ran(line["attempt"], line.get("world_size"), line.get("shares"), None)
+    return Ran(line["attempt"], line.get("world_size"), read_shares(line), None)
 
 
 def _on_nodes(directory: RunDirectory, ran: Ran | None) -> Ran | None:

@@ -145,11 +145,9 @@ class Catalog:
     def retire(self, newest: Manifest, skip: frozenset[int], check: Callable[[], None]) -> None:
         """Delete the checkpoints that retention does not keep.
 
-        `check` is called before each deletion and may raise. Raises Damaged if `newest` is damaged, and OSError if a
-        deletion fails; all other deletions have been made by then.
+        `check` is called before each deletion and may raise. Raises OSError if a deletion fails; all other deletions
+        have been made by then.
         """
-        # No checkpoint is deleted before its successor has been read back.
-        self.verify(newest)
         refused: OSError | None = None
         for names in self._outdated(newest, skip):
             check()

@@ -23,7 +23,10 @@ from steadfast.world.control import any_rank, gather_numbers
 from steadfast.world.runtime import Outcome, World
 
 _POLL_S = 0.05
-_DONE = "checkpoint/{}/done"  # store key by which the leader reports a committed step to the other ranks
+# Keys of the attempt's store, of a step and a rank:
+_FILE = "checkpoint/{}/file/{}"  # the rank's file and its digest
+_READ = "checkpoint/{}/read/{}"  # what is wrong with the file that the rank has read back, "" if nothing is
+_DONE = "checkpoint/{}/done"  # the leader has committed the step
 
 
 class Stored(NamedTuple):
@@ -206,8 +209,8 @@ class Checkpoints:
                 f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
             )
 
-    # The writer's thread calls the following methods, in this order, and repeats them if storage refuses. So they must
-    # not change `self`.
+    # The writer's thread calls the following public methods, in this order, and repeats them if storage refuses. So
+    # they must not change `self`.
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         """Write this rank's file, and return its name and digest."""
@@ -217,9 +220,15 @@ class Checkpoints:
         return name, FileDigest(sha256, pending.buffer.num_bytes)
 
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
-        """Write the manifest on the leader; return None elsewhere after the commit."""
+        """Write the manifest on the leader; elsewhere read a file back after the commit, and return None."""
         files = self._gather_files(pending)
         if not (self.replicated or self.world.leader):
+            why = ""
+            try:
+                self._catalog.verify(self._manifest(pending.step, files, {}))
+            except Damaged as error:
+                why = str(error)
+            self._tell(_READ, pending.step, why)
             return None
         pending.check()
         self._check_owner(pending.step, attempt)
@@ -253,37 +262,50 @@ class Checkpoints:
             raise Superseded(f"another command owns the run, or it was deleted; step {step} is not committed")
 
     def _gather_files(self, pending: PendingWrite) -> dict[str, FileDigest]:
-        """Return all ranks' files on the leader; wait for the commit elsewhere."""
+        """Return all ranks' files on the leader; elsewhere that of the next rank, after the commit."""
         assert pending.file is not None
         name, digest = pending.file
         if self.replicated:
             return {name: digest}
+        step, num_ranks = pending.step, self.world.replica_size
+        self._tell(_FILE, step, json.dumps([name, digest.sha256, digest.bytes]))
+        ranks = list(range(num_ranks))
+        if not self.world.leader:
+            self._ask([_DONE.format(step)], pending)
+            ranks = [(self.world.rank + 1) % num_ranks]
         files = {}
-        store = self.world.groups.store
-        keys = [f"checkpoint/{pending.step}/{rank}" for rank in range(self.world.replica_size)]
-        awaited = keys if self.world.leader else [_DONE.format(pending.step)]
+        for told in self._ask([_FILE.format(step, rank) for rank in ranks], pending):
+            name, sha256, num_bytes = json.loads(told)
+            files[name] = FileDigest(sha256, num_bytes)
+        return files
+
+    def _tell(self, key: str, step: int, value: str) -> None:
+        """Set this rank's key. Raises Dropped if the attempt has ended."""
         try:
-            store.set(keys[self.world.rank], json.dumps([name, digest.sha256, digest.bytes]))
-            while not store.check(awaited):
+            self.world.groups.store.set(key.format(step, self.world.rank), value)
+        except RuntimeError:  # the store ends with its attempt
+            raise Dropped from None
+
+    def _ask(self, keys: list[str], pending: PendingWrite) -> list[bytes]:
+        """Wait for the values of keys. Raises Dropped if the attempt ends."""
+        store = self.world.groups.store
+        try:
+            while not store.check(keys):
                 pending.check()
                 # Polled, because a wait in the store would block all other threads that use the store.
                 time.sleep(_POLL_S)
-            if self.world.leader:
-                for key in keys:
-                    name, sha256, num_bytes = json.loads(store.get(key))
-                    files[name] = FileDigest(sha256, num_bytes)
-        except RuntimeError:  # the store ends with its attempt
+            values: list[bytes] = store.multi_get(keys)
+        except RuntimeError:
             raise Dropped from None
-        return files
+        return values
 
     def finish(self, pending: PendingWrite, manifest: Manifest) -> events.Event:
         """Report the commit to all ranks, delete old checkpoints, return the event."""
         seconds = time.monotonic() - pending.began_s
-        if not self.replicated:
-            with contextlib.suppress(RuntimeError):  # the attempt has ended meanwhile
-                self.world.groups.store.set(_DONE.format(pending.step), "")
         not_deleted = None
         try:
+            # No checkpoint is deleted before its successor has been read back.
+            self._verify(manifest, pending)
             self._catalog.retire(manifest, self.world.amendments.skip, pending.check)
         except Damaged as error:
             self._catalog.quarantine(pending.step, str(error))
@@ -304,6 +326,19 @@ class Checkpoints:
             bytes=manifest.num_bytes,
             not_deleted=not_deleted,
         )
+
+    def _verify(self, manifest: Manifest, pending: PendingWrite) -> None:
+        """Read a committed checkpoint back. Raises Damaged, and Dropped if the attempt ends."""
+        if self.replicated:
+            self._catalog.verify(manifest)
+            return
+        # Each rank reads the file of the next rank, as all files may be more than one rank can read.
+        self._tell(_DONE, pending.step, "")
+        num_ranks = self.world.replica_size
+        self._catalog.verify(manifest, [list(manifest.files)[1 % num_ranks]])
+        for why in self._ask([_READ.format(pending.step, rank) for rank in range(1, num_ranks)], pending):
+            if why:
+                raise Damaged(why.decode())
 
 
 def age_s(manifest: Manifest) -> float:

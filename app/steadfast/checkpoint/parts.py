@@ -68,6 +68,9 @@ class Parts(Checkpoints):
         self._record(snapshot, self.world.part, *pending.file)
         return self._commit_whole(snapshot, attempt)
 
+    def _verify(self, manifest: Manifest, pending: PendingWrite) -> None:
+        self._catalog.verify(manifest)  # the other ranks may be gone
+
     def save_copies(self, memory: NodeMemory, state: State) -> Event | None:
         """Write the newest complete snapshot in node memory as a checkpoint.
 

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -81,21 +82,18 @@ class AtRisk(NamedTuple):
         # Another replica holds each part that one replica loses.
         if num_ranks > replica_size:
             risk = risk._replace(worker=0)
-        if all(_leaves_all_parts(lost, num_ranks, replica_size) for lost in ranks_by_node):
+        num_replicas = num_ranks // replica_size
+        if all(_copies_of_a_part(ranks, replica_size) < num_replicas for ranks in ranks_by_node):
             risk = risk._replace(workers_of_node=0, node=0)
         return risk
 
 
-def _leaves_all_parts(lost: Sequence[int], num_ranks: int, replica_size: int) -> bool:
-    """Return whether the surviving ranks' shards still make up the whole state.
+def _copies_of_a_part(ranks: Sequence[int], replica_size: int) -> int:
+    """Return how many replicas have the same part of the state on these ranks, for the part with the most.
 
-    The shards are those of the model and optimizer in use. Copies in node memory do not count.
-
-    Args:
-        lost: ranks that do not survive.
+    The parts are those of the model and optimizer in use. Copies in node memory do not count.
     """
-    left = set(range(num_ranks)).difference(lost)
-    return len({rank % replica_size for rank in left}) == replica_size
+    return max(Counter(rank % replica_size for rank in ranks).values())
 
 
 class _Place(NamedTuple):
@@ -191,7 +189,7 @@ class Snapshots:
             writers = [ranks[0] for ranks in self.nodes.values()]
         backups: list[int] = []
         if sends:
-            backups = [backup_rank(rank, nodes) for rank in range(world.size)]
+            backups = backup_ranks(nodes)
         self.refused = _refusal(places, writers, backups)
         self._on = self.refused is None
         self._writes = self._on and world.rank in writers
@@ -595,32 +593,44 @@ def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence
         for holder in [rank, *backups[rank : rank + 1]]:
             node = places[holder].node
             needed[node] = needed.get(node, 0) + _GENERATIONS * places[rank].file_bytes
+    places_by_node: dict[str, list[_Place]] = {}
+    for place in places:
+        places_by_node.setdefault(place.node, []).append(place)
     for node, needed_bytes in needed.items():
-        free: list[int] = []
-        held: list[int] = []
-        for place in places:
-            if place.node == node:
-                free.append(place.free_bytes)
-                held.append(place.held_bytes)
         # The ranks of a node measure at different moments, so their numbers differ. Memory of former copies is used
         # again.
-        there_bytes = min(free) + max(held)
+        there_bytes = min(place.free_bytes for place in places_by_node[node])
+        there_bytes += max(place.held_bytes for place in places_by_node[node])
         if needed_bytes > _MEMORY_SHARE * there_bytes:
             error = f"copies of the state need {size(needed_bytes)} of a node's memory"
             return events.NoSnapshots(error=f"{error}, of which {size(there_bytes)} are free")
     return None
 
 
-def backup_rank(rank: int, nodes: Sequence[str]) -> int:
-    """Return the rank that holds the copy of `rank`.
+def backup_ranks(nodes: Sequence[str]) -> list[int]:
+    """Return for each rank the rank that holds its copy.
 
     The holder is on the next other node, or else the next rank.
+
+    Args:
+        nodes: node of each rank.
     """
-    for ahead in range(1, len(nodes)):
-        other = nodes[(rank + ahead) % len(nodes)]
-        if other != nodes[rank]:
-            # Ranks of a node are neighbours, so their copies are spread over all ranks of the next node.
-            place = nodes[:rank].count(nodes[rank])
-            holders = [each for each, node in enumerate(nodes) if node == other]
-            return holders[place % len(holders)]
-    return (rank + 1) % len(nodes)
+    ranks_by_node: dict[str, list[int]] = {}
+    places: list[int] = []  # of each rank among the ranks of its node
+    for rank, node in enumerate(nodes):
+        ranks = ranks_by_node.setdefault(node, [])
+        places.append(len(ranks))
+        ranks.append(rank)
+    backups = [(rank + 1) % len(nodes) for rank in range(len(nodes))]
+    if len(ranks_by_node) == 1:
+        return backups
+    other = nodes[0]
+    # Twice around, because the last ranks learn the node after theirs from the first ranks.
+    for rank in 2 * tuple(reversed(range(len(nodes)))):
+        following = nodes[(rank + 1) % len(nodes)]
+        if following != nodes[rank]:
+            other = following
+        # Ranks of a node are neighbours, so their copies are spread over all ranks of the next node.
+        holders = ranks_by_node[other]
+        backups[rank] = holders[places[rank] % len(holders)]
+    return backups

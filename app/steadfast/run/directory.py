@@ -48,9 +48,7 @@ _FILES = (
 _FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb")
 _OF_RAY = (".validate_storage_marker", "checkpoint_manager_snapshot.json")  # files that Ray Train writes
 _SHARED = Path("/mnt/shared")  # folder that all nodes of a cluster share
-# The limit exceeds the length of every ledger line, which grows with the world. A line whose beginning is cut off
-# cannot be parsed.
-_LAST_LINE_BYTES = 16384
+_LAST_LINE_BYTES = 16384  # more than most lines of the ledger
 
 Kind = TypeVar("Kind", bound=Event)
 

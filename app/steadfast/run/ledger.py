@@ -9,13 +9,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steadfast.plan import End, Microbatch, Plan, begin_of
+from steadfast.plan import End, Microbatch, Plan, Shares, begin_of
 from steadfast.run.directory import STEPS
 from steadfast.storage import Store
 from steadfast.storage.jsonl import decode, first_lines, is_number, last_lines, open_stream, read_blocks, read_lines
@@ -99,7 +99,7 @@ class Ledger:
             "step": stats.step,
             "attempt": self._attempt,
             "world_size": len(self._plan.shares),
-            "shares": self._plan.shares_at(stats.step),
+            "shares": _in_runs(self._plan.shares_at(stats.step)),
             "num_samples": stats.num_samples,
             "samples_digest": f"{stats.samples_digest:016x}",
             "loss": stats.loss,
@@ -123,6 +123,32 @@ class Ledger:
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
+
+
+def _in_runs(shares: Shares) -> list[int | tuple[int, int]]:
+    """Return shares in a short form: `(count, share)` stands for neighbouring ranks with equal shares."""
+    runs: list[int | tuple[int, int]] = []
+    for share, ranks in groupby(shares):
+        count = len(list(ranks))
+        runs.append(share if count == 1 else (count, share))
+    return runs
+
+
+def read_shares(line: Mapping[str, Any]) -> list[int] | None:
+    """Return the microbatches of each rank from a line of the ledger, None if it has none."""
+    runs = line.get("shares")
+    if not isinstance(runs, list):
+        return None
+    shares: list[int] = []
+    for run in runs:
+        match run:
+            case int(share):
+                shares.append(share)
+            case [int(count), int(share)] if count <= _LARGEST_WORLD:
+                shares += [share] * count
+            case _:
+                return None
+    return shares
 
 
 @dataclass(frozen=True)
@@ -186,6 +212,7 @@ _STEP = np.dtype([("samples", np.uint32), ("step_s", np.float32), ("data_s", np.
 # A smaller block is parsed by Python, because importing pyarrow takes longer than parsing the block.
 _WORTH_AN_IMPORT_BYTES = 2**20
 _SHORTEST_S = 1e-4  # shortest wait that is written
+_LARGEST_WORLD = 2**21  # more ranks than any world has
 
 
 class Holders:

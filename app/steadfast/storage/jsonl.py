@@ -166,7 +166,10 @@ def first_lines(store: Store, name: str, num_bytes: int = 2**14) -> list[Line]:
 
 
 def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
-    """Return the whole lines in the last `num_bytes` of a stream."""
+    """Return the whole lines in the last `num_bytes` of a stream.
+
+    If no line is whole there, more bytes are read.
+    """
     data = b""
     for part in reversed(_parts(store, name)):
         with contextlib.suppress(FileNotFoundError):
@@ -174,7 +177,9 @@ def last_lines(store: Store, name: str, num_bytes: int = 2**17) -> list[Line]:
         if len(data) >= num_bytes:
             # The first line may have begun before these bytes.
             _, _, data = data.partition(b"\n")
-            break
+            if num_bytes > _LONGEST_LINE_BYTES:
+                break
+            return decode(data) or last_lines(store, name, 16 * num_bytes)
     return decode(data)
 
 
