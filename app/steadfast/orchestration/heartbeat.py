@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from steadfast.liveness.lateness import Lateness
@@ -131,10 +132,13 @@ class HeartbeatServer:
         return self._secret
 
     def command(self, **changes: Any) -> None:
-        """Change some commands, and send all commands to every worker."""
-        self.commands = replace(self.commands, **changes)
+        """Change some commands, and send all commands to every worker if one has changed."""
+        commands = replace(self.commands, **changes)
+        if commands == self.commands:
+            return
+        self.commands = commands
         for peer in self._peers.values():
-            peer.writer.write(_line(asdict(self.commands)))
+            peer.writer.write(_line_of(commands))
 
     def expect(self, names: Iterable[str]) -> None:
         """Apply the short limit `silence_s` to these workers.
@@ -180,7 +184,7 @@ class HeartbeatServer:
         peer = self._peers[name] = _Peer(writer)
         if former is not None:
             former.writer.transport.abort()
-        writer.write(_line(asdict(self.commands)))
+        writer.write(_line_of(self.commands))
         cause = CONNECTION_CLOSED
         try:
             async for line in _lines(reader):
@@ -405,3 +409,8 @@ def _proof(secret: str, challenge: str, name: str) -> str:
 
 def _line(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
+
+
+@lru_cache(maxsize=1)  # all workers get the same line
+def _line_of(commands: Commands) -> bytes:
+    return _line(asdict(commands))
