@@ -1,4 +1,4 @@
-"""Simulated workers, and what happens to them: a death, growth, a drain, the death of the coordinator, a lost switch."""
+"""Simulated workers, and what befalls them: a death, growth, a drain, a new coordinator, a lost switch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.heartbeat import Commands, _proof
-from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.messages import FailureReport, Member, WorldAssignment
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import Failure
 from steadfast.storage import LocalStore
@@ -61,6 +62,12 @@ class Worker:
     @property
     def member(self) -> Member:
         return Member(self.name, None, self.node, ("127.0.0.1", 20000))
+
+
+@lru_cache(maxsize=2)  # thousands of workers get one line, with all of their names
+def _parsed(line: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(line)
+    return message
 
 
 class Crowd:
@@ -154,7 +161,7 @@ class Crowd:
                 secret = await self._call("admit", worker.name)
                 if worker.place and not await self._call("rejoin", worker.member, worker.place, worker.commands):
                     return
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
                 challenge = (await reader.readuntil()).decode().strip()
                 writer.write(f"{worker.name} {_proof(secret, challenge, worker.name)}\n".encode())
             worker.writer = writer
@@ -162,10 +169,13 @@ class Crowd:
                 self._join(worker)
             while line := await reader.readline():
                 if line.strip():
-                    self._obey(worker, json.loads(line))
+                    self._obey(worker, _parsed(line))
         worker.writer = None
 
     def _obey(self, worker: Worker, message: dict[str, Any]) -> None:
+        if "answer" in message:
+            self._hear_answer(worker, message["answer"])
+            return
         before, worker.commands = worker.commands, Commands(**message)
         if worker.commands.aborted == worker.attempt != before.aborted:
             self._told(worker)
@@ -183,16 +193,18 @@ class Crowd:
             self._join(worker)
 
     def _join(self, worker: Worker) -> None:
-        self._do(self._placed(worker))
+        self._do(self._call("ask", worker.member, worker.attempt))
 
-    async def _placed(self, worker: Worker) -> None:
-        answer = await self._call("join", worker.member)
-        if isinstance(answer, WorldAssignment):
-            worker.place, worker.placed_s = answer, time.monotonic()
-        elif isinstance(answer, Leave):
-            await self._call("leave", worker.name)
-            if worker.writer:
-                worker.writer.close()
+    def _hear_answer(self, worker: Worker, answer: Any) -> None:
+        if isinstance(answer, str):
+            self._do(self._leave(worker))
+            return
+        worker.place, worker.placed_s = WorldAssignment.of_line(answer, worker.name), time.monotonic()
+
+    async def _leave(self, worker: Worker) -> None:
+        await self._call("leave", worker.name)
+        if worker.writer:
+            worker.writer.close()
 
     async def _beat(self) -> None:
         due_s = time.monotonic()
