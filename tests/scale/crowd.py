@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.heartbeat import Commands, _proof
@@ -27,6 +27,7 @@ PER_NODE = 8
 SWITCH = 64  # workers behind one switch
 _BEAT_S = 0.5
 _SLICES = 25  # parts of the workers whose heartbeats are sent together
+_QUIET_S = 2.0  # time in which nothing happens, to learn what a heartbeat costs
 _START_S = 60.0
 _LIMIT_S = 120.0
 
@@ -35,13 +36,22 @@ _LIMIT_S = 120.0
 class Figures:
     """What one event has cost, with times since the event."""
 
-    cpu_s: float  # of the coordinator
-    blocked_s: float  # longest time for which the coordinator's event loop has answered nothing
+    cpu_s: float  # of the coordinator, without what it spends on heartbeats
+    blocked_s: float  # CPU seconds of its event loop between two of 100 looks a second, at most
     told_s: float  # until 99 of 100 workers had their command to end the attempt
     placed_s: float  # until the last worker had its place in the next world
     attempts: int  # worlds that have formed meanwhile
     size: int  # of the last of them
     failed: int  # attempts that have failures so far
+
+
+class Spent(NamedTuple):
+    """What `Server.figures` returns, and the heartbeats so far."""
+
+    cpu_s: float
+    blocked_s: float
+    attempt: int
+    num_beats: int
 
 
 @dataclass(eq=False)
@@ -82,6 +92,8 @@ class Crowd:
         self._tasks: set[asyncio.Future[None]] = set()
         self._connecting = asyncio.Semaphore(100)
         self._step = 0
+        self._num_beats = 0
+        self._beat_s = 0.0  # CPU seconds of the coordinator for one heartbeat
         self._names = itertools.count()
         self.workers = self._new(n)
 
@@ -95,6 +107,10 @@ class Crowd:
         try:
             crowd._spawn(crowd.workers)
             await crowd._until(lambda: all(worker.place for worker in crowd.workers))
+            before = await crowd._spent()
+            await asyncio.sleep(_QUIET_S)
+            after = await crowd._spent()
+            crowd._beat_s = (after.cpu_s - before.cpu_s) / max(1, after.num_beats - before.num_beats)
             yield crowd
         finally:
             beats.cancel()
@@ -145,7 +161,7 @@ class Crowd:
         self._caller.close()
         await asyncio.wait(self._tasks, timeout=_LIMIT_S)
         await self._start()
-        began = await self._call("figures")
+        began = await self._spent()
         began_s = time.monotonic()
         self._spawn(self.workers)
         await self._until(lambda: all(worker.writer for worker in self.workers))
@@ -167,9 +183,10 @@ class Crowd:
             worker.writer = writer
             if not worker.place:
                 self._join(worker)
-            while line := await reader.readline():
-                if line.strip():
-                    self._obey(worker, _parsed(line))
+            with contextlib.closing(writer):
+                while line := await reader.readline():
+                    if line.strip():
+                        self._obey(worker, _parsed(line))
         worker.writer = None
 
     def _obey(self, worker: Worker, message: dict[str, Any]) -> None:
@@ -217,6 +234,7 @@ class Crowd:
                 progress = {"attempt": worker.attempt, "rank": rank, "position": [3 * self._step, -1, 1, 0, 0]}
                 progress |= {"step": self._step, "phase": "forward", "seconds": 0.1, "limit_s": 60.0, "spent_s": spent}
                 worker.writer.write(json.dumps({"progress": progress, "stretch": 1.0}).encode() + b"\n")
+                self._num_beats += 1
             due_s = max(due_s + _BEAT_S / _SLICES, time.monotonic() - _BEAT_S)
             await asyncio.sleep(due_s - time.monotonic())
 
@@ -225,23 +243,27 @@ class Crowd:
     async def _measured(self, happen: Callable[[], Any]) -> Figures:
         self._step += 1
         self._directory.store.commit(STEPS, json.dumps({"step": self._step}).encode() + b"\n")
-        began = await self._call("figures")
+        began = await self._spent()
         began_s = time.monotonic()
         await happen()
         await self._until(lambda: min(worker.placed_s for worker in self.workers) > began_s)
         await self._until(lambda: len({worker.attempt for worker in self.workers}) == 1)
         return await self._figures(began, began_s)
 
-    async def _figures(self, began: tuple[float, float, int], began_s: float) -> Figures:
-        cpu_s, blocked_s, attempt = await self._call("figures")
+    async def _spent(self) -> Spent:
+        return Spent(*await self._call("figures"), self._num_beats)
+
+    async def _figures(self, began: Spent, began_s: float) -> Figures:
+        spent = await self._spent()
+        cpu_s = spent.cpu_s - began.cpu_s - self._beat_s * (spent.num_beats - began.num_beats)
         told_s = sorted(worker.told_s - began_s for worker in self.workers if worker.told_s > began_s)
         failures = self._directory.events(Failure)
         return Figures(
-            cpu_s=round(cpu_s - began[0], 3),
-            blocked_s=round(blocked_s, 3),
+            cpu_s=round(cpu_s, 3),
+            blocked_s=round(spent.blocked_s, 3),
             told_s=round(told_s[int(0.99 * len(told_s))], 4) if told_s else 0.0,
             placed_s=round(max(0.0, max(worker.placed_s for worker in self.workers) - began_s), 3),
-            attempts=attempt - began[2],
+            attempts=spent.attempt - began.attempt,
             size=self.workers[0].place.size if self.workers[0].place else 0,
             failed=len({failure.attempt for failure in failures}),
         )

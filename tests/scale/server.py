@@ -42,7 +42,7 @@ def send(writer: asyncio.StreamWriter, message: Any) -> None:
 
 
 class Server:
-    """The coordinator, its event loop's longest block, and nodes that are about to go."""
+    """The coordinator, how long its event loop was blocked, and nodes that are about to go."""
 
     def __init__(self, folder: Path, num_workers: int) -> None:
         directory = RunDirectory(LocalStore(folder))
@@ -68,15 +68,15 @@ class Server:
         (folder / "port.new").write_text(str(server.sockets[0].getsockname()[1]))
         (folder / "port.new").rename(folder / "port")
         while True:
-            began_s = time.monotonic()
+            began_s = time.thread_time()
             await asyncio.sleep(_PAUSE_S)
-            self._blocked_s = max(self._blocked_s, time.monotonic() - began_s - _PAUSE_S)
+            self._blocked_s = max(self._blocked_s, time.thread_time() - began_s)
 
     async def drain(self, nodes: list[str]) -> None:
         self._draining.update(dict.fromkeys(nodes, time.time() + 120))
 
     async def figures(self) -> tuple[float, float, int]:
-        """Return CPU seconds so far, the longest block since the last call, and the number of the attempt."""
+        """Return CPU seconds so far, those of the longest block since the last call, and the number of the attempt."""
         blocked_s, self._blocked_s = self._blocked_s, 0.0
         return time.process_time(), blocked_s, self._subject._ownership.attempt
 
