@@ -251,7 +251,8 @@ class Crowd:
         return await self._figures(began, began_s)
 
     async def _spent(self) -> Spent:
-        return Spent(*await self._call("figures"), self._num_beats)
+        cpu_s, blocked_s, attempt = await self._call("figures")
+        return Spent(cpu_s, blocked_s, attempt, self._num_beats)
 
     async def _figures(self, began: Spent, began_s: float) -> Figures:
         spent = await self._spent()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_an_idle_channel_lives_on_and_carries_commands(ends: Ends) -> None:
 
 def test_a_command_that_changes_nothing_is_not_sent(ends: Ends) -> None:
     for leave in (3, 3, 4):
-        ends.loop.call_soon_threadsafe(lambda leave=leave: ends.server.command(leave=leave))
+        ends.call(partial(ends.server.command, leave=leave))
     assert [ends.heard.get(timeout=SOON_S) for _ in range(2)] == [Commands(leave=3), Commands(leave=4)]
 
 
