@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -10,8 +11,12 @@ from typing import Any
 from steadfast.liveness.verdicts import Costs
 from steadfast.liveness.watchdog import find_straggler
 from steadfast.orchestration.membership import Form, Membership
+from steadfast.orchestration.messages import WorldAssignment
 from steadfast.orchestration.seating import seat
+from steadfast.orchestration.succession import Succession
+from steadfast.plan import Amendments
 from steadfast.world.progress import ProgressReport
+from steadfast.world.timeouts import Timeouts
 
 PER_NODE = 8
 
@@ -89,10 +94,27 @@ def silence(n: int) -> float:
     return _spent_s(price)
 
 
+def takeover(n: int) -> float:
+    """All come back to another coordinator, each with a call that waits until all are there."""
+    members = tuple(names_of(n))
+
+    async def come() -> None:
+        succession = Succession(Timeouts(), expected=True)
+        calls = [asyncio.ensure_future(succession.wait(name)) for name in members]
+        for rank, name in enumerate(members):
+            if rank == n - 1:
+                await asyncio.sleep(0.12)  # the calls wait for the last one
+            succession.came(name, WorldAssignment(rank, n, 1, ("", 0), Amendments(), members))
+        assert sum(await asyncio.gather(*calls)) == 1
+
+    return _spent_s(asyncio.run, come())
+
+
 MICRO = {
     "reform": reform,
     "seat_anew": seat_anew,
     "seat_replicas": seat_replicas,
     "stragglers": stragglers,
     "silence": silence,
+    "takeover": takeover,
 }
