@@ -48,6 +48,7 @@ unit: .venv/.dev
 # Every claim once. The cheap failures come first.
 test: unit
 	$(PYTEST) $(PARALLEL) tests/dist -m "not slow"
+	$(PYTEST) tests/scale
 	$(PYTEST) tests/cluster -m "not slow"
 
 # What `make test` leaves out: more worlds, more points to be killed at, more seeds.

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import steadfast.injection.inject
 import tests.support.drill
 from steadfast.config import Config
-from steadfast.liveness.watchdog import Hang, ProgressReport, Watchdog
+from steadfast.liveness.watchdog import Hang, Watchdog
 from steadfast.world.progress import Limits, Progress
+from steadfast.world.report import ProgressReport
 from tests.support.drill import Drilled, DrillRuntime, drill
 
 BEAT_S = 0.1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 
-from steadfast.liveness.watchdog import Hang, ProgressReport, Watchdog
+from steadfast.liveness.watchdog import Hang, Watchdog
+from steadfast.world.report import ProgressReport
 from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import COMPILES_AT, SLEEPS_AT

@@ -786,3 +786,99 @@ def test_a_run_ends_after_a_long_shortage_and_says_what_is_free(
 def test_a_process_starts_without_libraries_that_it_may_not_need(module: str, not_imported: str) -> None:
     code = f"import sys, {module}; sys.exit({not_imported!r} in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Answers:
+    """The answers that reach workers by their heartbeat connections."""
+
+    def __init__(self, worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lines: list[tuple[str, bytes]] = []
+        monkeypatch.setattr(worlds.subject.heartbeats, "answer", lambda *told: self.lines.append(told))
+
+    async def take(self, count: int) -> dict[str, WorldAssignment | Leave]:
+        """Wait for answers to as many workers, and forget them."""
+        until = asyncio.get_running_loop().time() + LONG_S / 2
+        while len(self.lines) < count:
+            assert asyncio.get_running_loop().time() < until
+            await asyncio.sleep(0.01)
+        told, self.lines = self.lines, []
+        return {name: self._read(name, json.loads(line)["answer"]) for name, line in told}
+
+    def _read(self, name: str, answer: Any) -> WorldAssignment | Leave:
+        return Leave(answer) if isinstance(answer, str) else WorldAssignment.of_line(answer, name)
+
+
+def newcomer(name: str) -> Member:
+    return Member(name, None, name, store=(f"host of {name}", 1))
+
+
+def test_a_worker_that_waits_for_a_world_occupies_no_call_and_all_get_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunDirectory(LocalStore(tmp_path)).record(ShortStep(step=13, position=165))
+
+    async def story(worlds: Worlds) -> None:
+        answers = Answers(worlds, monkeypatch)
+        for name in "abc":
+            await worlds.subject.ask(newcomer(name), 0)  # returns before there is a world
+        while len(answers.lines) < 3:
+            await asyncio.sleep(0.01)
+        assert len({id(line) for _, line in answers.lines}) == 1
+        places = await answers.take(3)
+        store = (f"host of {worlds.subject.membership.world[0]}", 1)
+        for rank, name in enumerate(worlds.subject.membership.world):
+            amendments = worlds.directory.amendments()
+            assert amendments.ends == (End(13, 165),)
+            assert places[name] == WorldAssignment(rank, 3, 1, store, amendments, worlds.subject.membership.world)
+
+    play(tmp_path, story)
+
+
+def test_a_worker_that_asks_again_has_its_place_once_and_is_told_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(worlds: Worlds) -> None:
+        answers = Answers(worlds, monkeypatch)
+        # Ray repeats a call, and so does a worker that comes to another coordinator.
+        for name in "aabbcc":
+            await worlds.subject.ask(newcomer(name), 0)
+        first = await answers.take(3)
+        await asyncio.sleep(0.05)
+        assert answers.lines == []
+        await worlds.subject.ask(newcomer("b"), 0)
+        assert await answers.take(1) == {"b": first["b"]}
+        assert worlds.subject.membership._waiting == {}  # it still trains
+        for name in "abc":
+            await worlds.subject.ask(newcomer(name), 1)
+        assert {place.attempt for place in (await answers.take(3)).values() if isinstance(place, WorldAssignment)} == {
+            2
+        }
+
+    play(tmp_path, story)
+
+
+def test_a_worker_that_asks_once_the_run_is_over_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(worlds: Worlds) -> None:
+        answers = Answers(worlds, monkeypatch)
+        await worlds.subject.ask(newcomer("a"), 0)
+        await asyncio.sleep(0.05)
+        worlds.subject.give_up("no more")
+        await worlds.subject.ask(newcomer("b"), 0)
+        assert await answers.take(2) == {"a": Leave.RUN_ENDED, "b": Leave.RUN_ENDED}
+
+    play(tmp_path, story)
+
+
+def test_an_error_of_the_coordinator_does_not_leave_a_worker_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(worlds: Worlds) -> None:
+        answers = Answers(worlds, monkeypatch)
+        monkeypatch.setattr(worlds.subject.membership, "join", Mock(side_effect=ZeroDivisionError("a fault")))
+        await worlds.subject.ask(newcomer("a"), 0)
+        assert await answers.take(1) == {"a": Leave.RUN_ENDED}
+
+    worlds = play(tmp_path, story)
+    (failure,) = worlds.directory.events(Failure)
+    assert failure.fatal
+    assert "ZeroDivisionError: a fault" in failure.error

@@ -14,11 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
-from steadfast.orchestration.heartbeat import Access, Commands, HeartbeatClient, HeartbeatServer, Silence, _proof
+from steadfast.orchestration.heartbeat import (
+    Access,
+    Commands,
+    HeartbeatClient,
+    HeartbeatServer,
+    Silence,
+    _proof,
+    answer_line,
+)
 from steadfast.world.timeouts import Timeouts
 
 TIMEOUTS = Timeouts(silence_s=0.25)
@@ -129,6 +138,12 @@ def test_an_idle_channel_lives_on_and_carries_commands(ends: Ends) -> None:
     ends.loop.call_soon_threadsafe(lambda: ends.server.command(leave=3))
     assert ends.heard.get(timeout=SOON_S) == Commands(leave=3)
     assert ends.lost.empty()
+
+
+def test_a_command_that_changes_nothing_is_not_sent(ends: Ends) -> None:
+    for leave in (3, 3, 4):
+        ends.call(partial(ends.server.command, leave=leave))
+    assert [ends.heard.get(timeout=SOON_S) for _ in range(2)] == [Commands(leave=3), Commands(leave=4)]
 
 
 def test_behind_a_partition_the_worker_is_taken_for_dead_and_then_counts_itself_out(ends: Ends) -> None:
@@ -336,6 +351,23 @@ def test_a_client_goes_over_to_the_next_server_and_is_told_its_commands(ends: En
     assert lost.get(timeout=SOON_S)[0] == "a"
     ends.call(next_server._server.close)
     ends.call(next_server._watching.cancel)
+
+
+def test_an_answer_reaches_a_worker_also_after_a_lost_connection_and_is_gone_with_the_worker(ends: Ends) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    ends.client._on_answer = answers.put
+    ends.call(ends.server.answer, "a", answer_line({"rank": 1}))
+    assert answers.get(timeout=SOON_S) == {"rank": 1}
+    assert ends.heard.empty()  # it is no command
+    # The worker comes again before the server has seen the end of the former connection.
+    again: queue.Queue[Any] = queue.Queue()
+    access = Access(("127.0.0.1", ends.port), "a", ends.server.admit("a"))
+    client = HeartbeatClient(access, TIMEOUTS, dict, lambda _: None, again.put)
+    assert again.get(timeout=SOON_S) == {"rank": 1}
+    client.close()
+    assert ends.lost.get(timeout=SOON_S)[0] == "a"
+    ends.call(ends.server.answer, "a", answer_line("released"))
+    assert asyncio.run_coroutine_threadsafe(asyncio.sleep(0, ends.server._answers), ends.loop).result() == {}
 
 
 @pytest.mark.parametrize("in_time", [False, True])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from steadfast.liveness.rank_times import RankTimes
-from steadfast.liveness.watchdog import ProgressReport
 from steadfast.run import events
+from steadfast.world.report import ProgressReport
 
 
 def report(rank: int, step: int, spent_s: dict[str, float], attempt: int = 1, device_s: float = 0.0) -> ProgressReport:

@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from steadfast.liveness.watchdog import ProgressReport, Straggler, Watchdog, find_straggler
+from steadfast.liveness.watchdog import Straggler, Watchdog, find_straggler
 from steadfast.world.compilation import follow_compilations
 from steadfast.world.progress import Limits, Progress
+from steadfast.world.report import ProgressReport
 
 WAITING, WORKING = 1, 0  # inside torch, or anywhere else
 FORWARD, BACKWARD, DATA, UPDATE = 1, 2, 3, 4

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -158,3 +160,63 @@ def test_the_command_to_abort_reaches_a_world_that_still_forms(monkeypatch: pyte
         place = WorldAssignment(0, 2, 4, listener.getsockname(), Amendments(), ("a", "b"))
         runtime._form(place)
     assert seen == [is_early, True]
+
+
+WORLD = {"attempt": 5, "store": ["host", 1], "amendments": Amendments().to_line(), "members": ["b", "a"]}
+
+
+@pytest.fixture
+def asking(monkeypatch: pytest.MonkeyPatch) -> worker_runtime.RayRuntime:
+    """A worker that had a place in attempt 4, and a coordinator that keeps what is asked."""
+    monkeypatch.setattr("ray.get", lambda answer, timeout=None: answer)
+    runtime = worker_runtime.RayRuntime.__new__(worker_runtime.RayRuntime)
+    runtime._member = Member("a", None, "node")
+    runtime._attempt, runtime._place, runtime._commands = 4, None, Commands()
+    runtime._world, runtime._store, runtime._aborted = None, None, threading.Event()
+    runtime._asking, runtime._answers = None, SimpleQueue()
+    runtime._coordinator, runtime._host = Mock(), "host"
+    return runtime
+
+
+def test_a_worker_waits_for_the_answer_to_its_question_and_takes_no_other(asking: worker_runtime.RayRuntime) -> None:
+    def answer(member: Member, attempt: int) -> None:
+        assert (member.name, attempt) == ("a", 4)
+        for former in (4, 3):
+            asking._hear_answer({**WORLD, "attempt": former})  # repeated after a lost connection
+        asking._hear_answer(WORLD)
+        asking._hear_answer(WORLD)
+
+    asking._hear_answer(WORLD)  # nothing was asked
+    asking._coordinator.ask.remote = answer
+    place = WorldAssignment(1, 2, 5, ("host", 1), Amendments(), ("b", "a"))
+    assert asking._ask(asking._member) == asking._place == place
+    assert asking._answers.empty()
+
+
+@pytest.mark.parametrize("reason", Leave)
+def test_a_worker_is_sent_away_while_it_waits(asking: worker_runtime.RayRuntime, reason: Leave) -> None:
+    asking._coordinator.ask.remote = lambda *_: asking._hear_answer(reason.value)
+    assert asking._ask(asking._member) is reason
+
+
+def test_a_worker_without_a_coordinator_waits_no_longer(asking: worker_runtime.RayRuntime) -> None:
+    asking._coordinator.ask.remote = lambda *_: asking._obey(None)
+    assert asking._ask(asking._member) is Leave.RELEASED
+
+
+def test_a_worker_asks_the_next_coordinator_again_until_it_has_its_answer(asking: worker_runtime.RayRuntime) -> None:
+    asked: list[int] = []
+    asking._coordinator.rejoin.remote.return_value = True
+    asking._coordinator.ask.remote = lambda _, attempt: asked.append(attempt)
+    asking._find_again(1.0)
+    assert asked == []
+    asking._asking = asking._member, 4
+    asking._find_again(1.0)
+    asking._coordinator.rejoin.remote.return_value = False
+    assert asking._find_again(1.0) is None
+    assert asked == [4]
+    asking._hear_answer(WORLD)
+    asking._coordinator.rejoin.remote.return_value = True
+    asking._find_again(1.0)
+    assert asked == [4]
+    assert asking._coordinator.rejoin.remote.call_args.args[1].attempt == 5

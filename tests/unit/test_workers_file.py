@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from steadfast.liveness.watchdog import ProgressReport
 from steadfast.orchestration.messages import Member
 from steadfast.orchestration.workers_file import WorkersFile
 from steadfast.run.watching import WORKERS, mark_watched, pop_mark, read_workers
 from steadfast.storage import LocalStore
+from steadfast.world.report import ProgressReport
 
 REPORT = ProgressReport(
     attempt=1,

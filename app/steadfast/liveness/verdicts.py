@@ -102,7 +102,9 @@ class Costs:
 
     def price(self, ending: Collection[str], world: Collection[str]) -> Price:
         """Return the cost of ending some members of a world."""
-        last_holders = self._sharded or set(world) <= set(ending)
+        # A coordinator asks this for each silent worker, so the usual answers take no sets of all members.
+        all_end = ending is world or (len(ending) >= len(world) and set(world) <= set(ending))
+        last_holders = self._sharded or all_end
         lost_steps = 0
         if last_holders and self._step:
             # At least one step is lost, because the members may have finished steps since their last heartbeat.

@@ -5,36 +5,15 @@ progress of the worker's device. The other ranks wait for the rank with the leas
 that rank is timed.
 """
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from statistics import median
 
 from steadfast.liveness.verdicts import Guess
+from steadfast.world.report import ProgressReport
 
 _WAITS = ("gradients", "collective", "idle")  # phases in which a rank waits for the other ranks, or does nothing
 _DEVICE = "device"  # stands for the time in which the device computes, summed over the microbatches of a step
-
-
-@dataclass(frozen=True)
-class ProgressReport:
-    """Progress of a worker in a heartbeat.
-
-    A report is small, because it is sent as JSON.
-    """
-
-    attempt: int
-    rank: int
-    position: list[int]  # comparable among the workers of an attempt, whatever their shares
-    step: int  # the last finished step; 0 until the attempt has restored one
-    phase: str
-    seconds: float  # in this phase so far
-    limit_s: float | None  # for this phase; None for no limit
-    spent_s: dict[str, float]  # by phase, in this attempt, completed phases only
-    # Seconds of work on the device in this attempt, from each step's first forward to its last backward. There a phase
-    # ends as soon as the host has launched its work, so its own duration says little.
-    device_s: float = 0.0
 
 
 Reports = Mapping[str, ProgressReport]  # by member
@@ -159,31 +138,42 @@ def find_straggler(before: Reports, after: Reports, least: float = 0.1) -> Strag
             num_steps.append(report.step - former.step)
     if len(alike) < 2 or min(num_steps) < 1:
         return None
+    least_steps = min(num_steps)
+
+    def step_s(member: str, phase: str) -> float:
+        if phase == _DEVICE:
+            return (after[member].device_s - before[member].device_s) / least_steps
+        return (after[member].spent_s.get(phase, 0.0) - before[member].spent_s.get(phase, 0.0)) / least_steps
 
     # With a device the host's phases only measure how long the host launches work, so the device's time is compared.
     on_device = all(after[member].device_s for member in alike)
     computing = _DEVICE if on_device else "forward"
-    step_s: dict[str, defaultdict[str, float]] = {}  # member -> phase -> seconds in a step
-    for member in alike:
-        step_s[member] = defaultdict(float)
-        for phase, spent_s in after[member].spent_s.items():
-            step_s[member][phase] = (spent_s - before[member].spent_s.get(phase, 0.0)) / min(num_steps)
-        step_s[member][_DEVICE] = (after[member].device_s - before[member].device_s) / min(num_steps)
-
-    def excess_s(member: str, phase: str) -> float:
-        return step_s[member][phase] - median(step_s[each][phase] for each in alike if each != member)
+    loader_s = _excess({member: step_s(member, "loader") for member in alike})
+    computing_s = _excess({member: step_s(member, computing) for member in alike})
 
     def lost_s(member: str) -> float:
         # Only these phases are a rank's own time. The rank may spend the rest of a step waiting for other ranks.
-        parts = excess_s(member, "loader"), excess_s(member, computing)
+        parts = loader_s[member], computing_s[member]
         if on_device:  # the device's time includes its wait for the loader, so the two are not added
             return max(parts)
         return sum(parts)
 
     slowest = max(alike, key=lost_s)
-    whole_s = sum(seconds for phase, seconds in step_s[slowest].items() if phase != _DEVICE)
+    whole_s = sum(step_s(slowest, phase) for phase in after[slowest].spent_s)
     share = lost_s(slowest) / max(1e-9, whole_s)
     if share < least:
         return None
-    phase = max("loader", computing, key=partial(excess_s, slowest))
+    phase = computing if computing_s[slowest] > loader_s[slowest] else "loader"
     return Straggler(slowest, after[slowest].rank, phase, round(lost_s(slowest), 4), round(share, 3))
+
+
+def _excess(own_s: Mapping[str, float]) -> dict[str, float]:
+    """Return each member's seconds above the median of the other members."""
+    ordered = sorted(own_s.values())
+    middle = (len(ordered) - 2) // 2, (len(ordered) - 1) // 2  # places of the median among the others
+    excess_s: dict[str, float] = {}
+    for member, seconds in own_s.items():
+        own = bisect_left(ordered, seconds)
+        low, high = (ordered[place + (place >= own)] for place in middle)
+        excess_s[member] = seconds - (low + high) / 2
+    return excess_s

@@ -15,7 +15,7 @@ from steadfast.errors import RunConflict
 from steadfast.guards.failures import FailureKind
 from steadfast.liveness.lateness import Lateness
 from steadfast.orchestration.gauges import Gauges
-from steadfast.orchestration.heartbeat import Commands, HeartbeatServer, Message, Silence
+from steadfast.orchestration.heartbeat import Commands, HeartbeatServer, Message, Silence, answer_line
 from steadfast.orchestration.internals import draining_nodes
 from steadfast.orchestration.journal import Journal
 from steadfast.orchestration.membership import Form, Keep, Membership, Resize, Short, Wait
@@ -62,7 +62,7 @@ class Coordinator:
     """Actor that forms worlds, judges failures and commands the workers.
 
     Responsibilities, in the order of the methods:
-    - Give each worker a place in the next world (`join`), as `Membership` decides.
+    - Give each worker a place in the next world (`ask`), as `Membership` decides.
     - Declare workers dead (`lose`), and abort the world that contained them.
     - Check what no call reports, and carry out the decisions of `Supervisor`.
     - Decide from each failure report whether the run goes on (`failed`).
@@ -106,6 +106,7 @@ class Coordinator:
         self._dead: dict[str, str] = {}
         # Members without a world. Their call to `join` waits for this future.
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
+        self._placed = (0, b"")  # the newest attempt whose members have their answer, and the line of that answer
         self._running = 0  # number of the current attempt, 0 between two attempts
         self._ended: set[int] = set()  # attempts that a former coordinator has seen end
         # Set when the reason to end the current attempt is known. Errors that members report later are consequences.
@@ -132,6 +133,40 @@ class Coordinator:
     async def admit(self, name: str) -> str:
         """Admit a worker to the heartbeat server. Return the server's secret."""
         return self.heartbeats.admit(name)
+
+    async def ask(self, member: Member, attempt: int) -> None:
+        """Ask for the worker's place in the next world.
+
+        The answer comes down the heartbeat connection. A waiting call would occupy one of the actor's concurrent calls
+        for each worker.
+
+        Args:
+            attempt: the last attempt in which the worker had a place, 0 for none.
+        """
+        self._spawn(self._answer(member, attempt))
+
+    async def _answer(self, member: Member, attempt: int) -> None:
+        await self._taken_over(member.name)
+        # Ray and the worker repeat the call when the coordinator dies, so it may come twice, and also after its answer.
+        if member.name in self._waiting:
+            self.members[member.name] = member
+            return
+        placed, line = self._placed
+        if attempt >= placed or self.membership.rank_of(member.name) is None:
+            try:
+                answer = await self.join(member)
+            except Exception:  # the worker waits, and would never know
+                self.give_up(traceback.format_exc(), FailureKind.EXCEPTION)
+                answer = Leave.RUN_ENDED
+            line = self._line_of(answer)
+        self.heartbeats.answer(member.name, line)
+
+    def _line_of(self, answer: Answer) -> bytes:
+        if isinstance(answer, Leave):
+            return answer_line(answer)
+        if answer.attempt != self._placed[0]:
+            self._placed = answer.attempt, answer_line(answer.to_line())
+        return self._placed[1]
 
     async def join(self, member: Member) -> Answer:
         """Return the worker's place in the next world.

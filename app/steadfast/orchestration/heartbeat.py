@@ -1,7 +1,7 @@
 """Heartbeats: one connection between each worker and the coordinator.
 
-Workers send heartbeats with their progress, and the coordinator sends commands. A worker is alive while its connection
-is open and heartbeats arrive.
+Workers send heartbeats with their progress, and the coordinator sends commands and answers to workers that wait for a
+world. A worker is alive while its connection is open and heartbeats arrive.
 """
 
 # The connection of a dying process closes, which the coordinator notices within milliseconds. A machine without power
@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from steadfast.liveness.lateness import Lateness
@@ -111,6 +112,9 @@ class HeartbeatServer:
         # Connection without an introduction -> its age in seconds, oldest first.
         self._strangers: dict[asyncio.StreamWriter, float] = {}
         self._peers: dict[str, _Peer] = {}
+        # Newest answer to each worker, which a worker also receives when it connects. The line of a world is the same
+        # object for all its members.
+        self._answers: dict[str, bytes] = {}
         self._in_world: set[str] = set()
 
     async def listen(self, host: str) -> int:
@@ -131,10 +135,20 @@ class HeartbeatServer:
         return self._secret
 
     def command(self, **changes: Any) -> None:
-        """Change some commands, and send all commands to every worker."""
-        self.commands = replace(self.commands, **changes)
+        """Change some commands, and send all commands to every worker if one has changed."""
+        commands = replace(self.commands, **changes)
+        if commands == self.commands:
+            return
+        self.commands = commands
         for peer in self._peers.values():
-            peer.writer.write(_line(asdict(self.commands)))
+            peer.writer.write(_line_of(commands))
+
+    def answer(self, name: str, line: bytes) -> None:
+        """Send a worker a line of `answer_line`. A worker that is lost meanwhile gets no answer."""
+        if name in self._admitted:
+            self._answers[name] = line
+            if peer := self._peers.get(name):
+                peer.writer.write(line)
 
     def expect(self, names: Iterable[str]) -> None:
         """Apply the short limit `silence_s` to these workers.
@@ -180,7 +194,7 @@ class HeartbeatServer:
         peer = self._peers[name] = _Peer(writer)
         if former is not None:
             former.writer.transport.abort()
-        writer.write(_line(asdict(self.commands)))
+        writer.write(_line_of(self.commands) + self._answers.get(name, b""))
         cause = CONNECTION_CLOSED
         try:
             async for line in _lines(reader):
@@ -197,6 +211,7 @@ class HeartbeatServer:
             del self._peers[name]
             self._in_world.discard(name)
             self._admitted.discard(name)
+            self._answers.pop(name, None)
             self._on_lost(name, peer.lost or cause)
 
     async def _watch(self) -> None:
@@ -253,10 +268,12 @@ class HeartbeatClient:
     Args:
         beat: returns the content of a heartbeat.
         on_commands: called with each message of commands, and with None when no more commands can arrive.
+        on_answer: called with the content of each answer. The server repeats the newest answer when a worker connects
+            again.
         find_again: called when the connection has ended, with the seconds that are left for the call. It returns the
             access to the coordinator's successor, or None if the successor goes on without this worker.
 
-    The thread of the client calls all three functions.
+    The thread of the client calls all four functions.
     """
 
     def __init__(
@@ -265,11 +282,13 @@ class HeartbeatClient:
         timeouts: Timeouts,
         beat: Callable[[], Message],
         on_commands: Callable[[Commands | None], None],
+        on_answer: Callable[[Any], None] = lambda _: None,
         find_again: Callable[[float], Access | None] = lambda _: None,
     ) -> None:
         self.ended = False  # whether the coordinator is lost, or has declared this worker dead
         self._beat = beat
         self._on_commands = on_commands
+        self._on_answer = on_answer
         self._find_again = find_again
         self._timeouts = timeouts
         self._lateness = Lateness(timeouts.heartbeat_s)
@@ -333,8 +352,14 @@ class HeartbeatClient:
                 self._unheard_s = 0.0
                 *lines, unread = (unread + received).split(b"\n")
                 for line in lines:
-                    if line:  # an empty line only answers a heartbeat
-                        self._on_commands(Commands(**json.loads(line)))
+                    if line:  # an empty line only acknowledges a heartbeat
+                        self._receive(json.loads(line))
+
+    def _receive(self, message: Message) -> None:
+        if "answer" in message:
+            self._on_answer(message["answer"])
+        else:
+            self._on_commands(Commands(**message))
 
     def _introduce(self) -> bytes:
         """Answer the server's challenge. Return the bytes received after the challenge."""
@@ -373,6 +398,11 @@ class HeartbeatClient:
         return False
 
 
+def answer_line(answer: Any) -> bytes:
+    """Return the line for `HeartbeatServer.answer` with a JSON value."""
+    return _line({"answer": answer})
+
+
 async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the complete lines that arrive.
 
@@ -405,3 +435,8 @@ def _proof(secret: str, challenge: str, name: str) -> str:
 
 def _line(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
+
+
+@lru_cache(maxsize=1)  # all workers get the same line
+def _line_of(commands: Commands) -> bytes:
+    return _line(asdict(commands))

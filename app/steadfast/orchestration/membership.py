@@ -71,6 +71,7 @@ class Membership:
     world: tuple[str, ...] = ()
     _leaving: set[str] = field(default_factory=set)  # members of the world that shall not be in the next one
     _waiting: dict[str, float] = field(default_factory=dict)  # member -> time of arrival, in this order
+    _new: dict[str, float] = field(default_factory=dict)  # the part of `_waiting` that is not in the world
     _nodes: dict[str, str] = field(default_factory=dict)  # member -> its node
     _ranks: dict[str, int] = field(default_factory=dict)  # remaining member of the newest world -> its rank there
     _replica_size: int = 1  # members of a replica in the newest world
@@ -109,6 +110,7 @@ class Membership:
         self.world = world
         self._replica_size = self.layout(len(world)).replica_size
         self._ranks = {member: rank for rank, member in enumerate(world)}
+        self._new = {member: since_s for member, since_s in self._waiting.items() if member not in self._ranks}
 
     def rank_of(self, member: str) -> int | None:
         """Return a member's rank in the newest world, None if it has none."""
@@ -128,25 +130,29 @@ class Membership:
             self._remove(member)
             return False
         self._waiting[member] = now_s
+        if member not in self._ranks:
+            self._new[member] = now_s
         self._nodes[member] = node
         return True
 
     def lose(self, member: str) -> bool:
         """Remove a lost member. Return whether the member was in the current world."""
         was_in = self._remove(member)
-        if self._leaving >= set(self.world):
+        if len(self._leaving) >= len(self.world) and self._leaving >= set(self.world):
             # All members that were to stay are lost. The leaving ones stay instead, because the state would be lost
             # with them.
             self._leaving.difference_update(self.world[: self.largest])
         return was_in
 
     def _remove(self, member: str) -> bool:
-        was_in = member in self.world
+        was_in = member in self._ranks
         self._waiting.pop(member, None)
+        self._new.pop(member, None)
         self._nodes.pop(member, None)
         self._ranks.pop(member, None)
         self._leaving.discard(member)
-        self.world = tuple(each for each in self.world if each != member)
+        if was_in:
+            self.world = tuple(each for each in self.world if each != member)
         return was_in
 
     def send_away(self, members: Iterable[str]) -> list[str]:
@@ -171,7 +177,7 @@ class Membership:
         surplus: list[str] = []
         waiting: list[str] = []
         for member in staying[self.largest :]:
-            if member in self.world:
+            if member in self._ranks:
                 surplus.append(member)
             else:
                 waiting.append(member)
@@ -183,22 +189,22 @@ class Membership:
         self._bound(1, max(self.smallest_replica, len(self.world)))
         if len(self.world) < self.smallest_replica:  # less than one replica does not hold a whole state
             return self.send_away(self._candidates())
-        return self.send_away(self._newcomers())
+        return self.send_away(self._new)
 
     def decide(self, now_s: float) -> Decision:
         """Return the current decision. `Form` takes effect at once."""
-        if not set(self.world) <= self._waiting.keys():
+        num_candidates = len(self.world) + len(self._new)
+        if len(self._waiting) < num_candidates:  # a member of the world has not come back
             return self._for_a_change(now_s)
-        candidates = self._candidates()
-        size = self._usable(min(self.largest, len(candidates)))
+        size = self._usable(min(self.largest, num_candidates))
         if size < self.smallest:
-            return Short(self.smallest - len(candidates))
+            return Short(self.smallest - num_candidates)
         # Survivors form a world at once. A later member joins by a resize, while training goes on.
         if not self.world and size < self.expected:
             left_s = min(self._waiting.values()) + self.settle_s - now_s
             if left_s > 0:
                 return Wait(left_s)
-        self.begin(self._seated(candidates, size))
+        self.begin(self._seated(self._candidates(), size))
         for member in self.world:
             del self._waiting[member]
         return Form(self.world)
@@ -207,13 +213,11 @@ class Membership:
         num_staying = len(self.world) - len(self._leaving)
         if self._leaving:
             return Resize(none_stays=num_staying == 0)
-        newcomers = self._newcomers()
-        size = self._usable(min(self.largest, num_staying + len(newcomers)))
+        size = self._usable(min(self.largest, num_staying + len(self._new)))
         if size <= num_staying:
             return Keep()
         # The time counts from the last arrival, because more members may follow it.
-        last_s = max(self._waiting[member] for member in newcomers)
-        left_s = last_s + self.gather_s - now_s
+        left_s = max(self._new.values()) + self.gather_s - now_s
         if left_s > 0:
             return Wait(left_s)
         return Resize()
@@ -236,13 +240,10 @@ class Membership:
 
     def _candidates(self) -> tuple[str, ...]:
         # Survivors come first and in their order, so that the leader stays the same.
-        return (*self.world, *self._newcomers())
+        return (*self.world, *self._new)
 
     @property
     def left_over(self) -> int:
         """Return the number of waiting members that do not fill a replica."""
-        num_members = min(self.largest, len(self.world) + len(self._newcomers()))
+        num_members = min(self.largest, len(self.world) + len(self._new))
         return num_members - self._usable(num_members)
-
-    def _newcomers(self) -> list[str]:
-        return [member for member in self._waiting if member not in self.world]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from steadfast.guards.failures import FailureKind
 from steadfast.plan import Amendments
@@ -54,6 +54,19 @@ class WorldAssignment:
     store: Address  # address of a TCPStore in the leader's process, which only this world uses
     amendments: Amendments
     members: tuple[str, ...]  # names of all workers of this world, by rank
+
+    @classmethod
+    def of_line(cls, line: dict[str, Any], member: str) -> Self:
+        """Read a member's assignment from the result of `to_line`."""
+        members = tuple(line["members"])
+        host, port = line["store"]
+        amendments = Amendments.of_line(line["amendments"])
+        return cls(members.index(member), len(members), line["attempt"], (host, port), amendments, members)
+
+    def to_line(self) -> dict[str, Any]:
+        """Return the assignment as a JSON object, which is the same for all members."""
+        amendments = self.amendments.to_line()
+        return {"attempt": self.attempt, "store": self.store, "amendments": amendments, "members": self.members}
 
 
 class Leave(StrEnum):

@@ -22,41 +22,38 @@ class Succession:
         self.over = not expected
         self._timeouts = timeouts
         self._since_s = time.monotonic()  # time at which the first worker rejoined; before that, the time of the start
-        self._places: dict[str, WorldAssignment] = {}  # last assignment of each worker that has rejoined
-        self._idle: set[str] = set()  # workers that do not train, because they wait for a call to return
-
-    @property
-    def newest(self) -> WorldAssignment | None:
-        """Return an assignment to the newest world that any worker reports."""
-        return max(self._places.values(), key=lambda place: place.attempt, default=None)
+        self.newest: WorldAssignment | None = None  # an assignment to the newest world that any worker reports
+        self._attempts: dict[str, int] = {}  # attempt of the last assignment of each worker that has rejoined
+        self._missing: set[str] = set()  # members of the newest world that have not rejoined
+        self._idle: set[str] = set()  # workers that do not train, because they wait for a call or a place
+        self._ended: asyncio.Future[None] | None = None  # done once the wait ends
 
     def came(self, name: str, place: WorldAssignment) -> None:
         """Record that a worker is alive, with its last assignment."""
-        if not self._places:
+        if not self._attempts:
             self._since_s = time.monotonic()
-        self._places[name] = place
+        self._attempts[name] = place.attempt
+        if self.newest is None or place.attempt > self.newest.attempt:
+            self.newest = place
+            self._missing = set(place.members) - self._attempts.keys()
+        self._missing.discard(name)
 
     def behind(self) -> list[str]:
         """Return the workers that train in a world before the newest one."""
-        newest = self.newest
-        if newest is None:
+        if self.newest is None:
             return []
-        others = self._idle.union(newest.members)
-        return [name for name in self._places if name not in others]
+        others = self._idle.union(self.newest.members)
+        return [name for name in self._attempts if name not in others]
 
     def broken(self) -> bool:
         """Return whether the newest world lacks a member that still lives.
 
         Such a member never received its assignment to the newest world, and so does not take part.
         """
-        newest = self.newest
-        if newest is None:
+        if self.newest is None:
             return False
-        for name in newest.members:
-            place = self._places.get(name)
-            if place is not None and place.attempt < newest.attempt:
-                return True
-        return False
+        newest = self.newest.attempt
+        return any(self._attempts.get(name, newest) < newest for name in self.newest.members)
 
     async def wait(self, idle: str | None) -> bool:
         """Wait until all members have rejoined, or the time limit has passed.
@@ -68,21 +65,24 @@ class Succession:
         """
         if idle is not None:
             self._idle.add(idle)
-        while not self.over:
-            if self._is_complete() or time.monotonic() - self._since_s > self._limit_s():
-                self.over = True
-                return True
-            await asyncio.sleep(_POLL_S)
-        return False
+        # One task looks for all calls that wait, because each worker may have one.
+        if self._ended is None:
+            self._ended = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ended)
+        is_first = not self.over
+        self.over = True
+        return is_first
 
-    def _is_complete(self) -> bool:
-        newest = self.newest
-        return newest is not None and set(newest.members) <= self._places.keys()
+    async def _end(self) -> None:
+        while self.newest is None or self._missing:
+            if time.monotonic() - self._since_s > self._limit_s():
+                break
+            await asyncio.sleep(_POLL_S)
 
     def _limit_s(self) -> float:
         # While no member waits for a world, the members train, so all of them are alive. Once a member waits, the world
         # is broken, and a member that has not rejoined within `silence_s` is dead. Otherwise the limit is `lease_s`,
         # after which a worker without a coordinator ends.
-        if self._places.keys() & self._idle:
+        if self._attempts.keys() & self._idle:
             return self._timeouts.silence_s
         return self._timeouts.lease_s

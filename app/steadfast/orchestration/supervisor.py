@@ -12,10 +12,11 @@ from steadfast.config import RecoveryConfig
 from steadfast.guards.failures import FailureKind
 from steadfast.liveness.rank_times import RankTimes
 from steadfast.liveness.verdicts import Costs, Guess, Price, patience_s
-from steadfast.liveness.watchdog import Hang, ProgressReport, Straggler, Watchdog, find_straggler
+from steadfast.liveness.watchdog import Hang, Straggler, Watchdog, find_straggler
 from steadfast.orchestration.heartbeat import Commands, Message, Silence
 from steadfast.run import events
 from steadfast.run.events import Event
+from steadfast.world.report import ProgressReport
 from steadfast.world.timeouts import Timeouts
 
 _PATIENCE_S = 10.0  # time without enough workers, after which the run reports the shortage

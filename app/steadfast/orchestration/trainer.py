@@ -101,11 +101,12 @@ def start_coordinator(
     mode: RecoveryMode, recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
 ) -> Any:
     """Start the run's coordinator on the head node. Return its handle."""
-    # The head node outlives the nodes of workers. Each worker that waits for a world occupies one concurrent call.
+    # The head node outlives the nodes of workers. A few calls of each worker may wait at once, all for a bounded time
+    # except in restart mode, where a worker waits for its world in a call.
     # When the actor dies, Ray starts it again and repeats the pending calls.
     for_ever = {"max_restarts": -1, "max_task_retries": -1}
     head = {"node:__internal_head__": 0.001}
-    actor = ray.remote(num_cpus=0, max_concurrency=1000, resources=head, **for_ever)(mode.coordinator)
+    actor = ray.remote(num_cpus=0, max_concurrency=100_000, resources=head, **for_ever)(mode.coordinator)
     named = actor.options(name=coordinator_name(_run_config(mode, recovery.max_failures, directory)))
     return named.remote(recovery, membership, directory, ownership)
 

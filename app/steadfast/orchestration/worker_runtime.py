@@ -6,6 +6,7 @@ import threading
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import ray
@@ -77,6 +78,8 @@ class RayRuntime:
         self._commands = Commands()
         self._attempt = 0
         self._place: WorldAssignment | None = None  # last assignment
+        self._asking: tuple[Member, int] | None = None  # arguments of `Coordinator.ask` while there is no answer
+        self._answers: SimpleQueue[WorldAssignment | Leave] = SimpleQueue()
         # Store of the newest world if this worker is its leader. The store ends with this reference.
         self._store: dist.TCPStore | None = None
         self._world: World | None = None
@@ -89,7 +92,9 @@ class RayRuntime:
             recover_in_process()
         self._flight_recorder = FlightRecorder(spec.config.profile.flight_recorder, self.device.type)
 
-        self._heartbeats = HeartbeatClient(self._access(), self._timeouts, self._beat, self._obey, self._find_again)
+        self._heartbeats = HeartbeatClient(
+            self._access(), self._timeouts, self._beat, self._obey, self._hear_answer, self._find_again
+        )
         prefer_interface_of(self._heartbeats.own_address)
 
     def next_world(self) -> World | None:
@@ -170,8 +175,25 @@ class RayRuntime:
         return answer
 
     def _ask(self, member: Member) -> WorldAssignment | Leave:
-        answer: WorldAssignment | Leave = ray.get(self._coordinator.join.remote(member))
-        return answer
+        self._asking = member, self._attempt
+        ray.get(self._coordinator.ask.remote(*self._asking))
+        return self._answers.get()
+
+    def _hear_answer(self, line: Any) -> None:
+        # An answer may come again after a lost connection. This runs in the thread of the heartbeats, as `_find_again`
+        # does, so that a new coordinator is asked only while there is no answer.
+        if self._asking is None:
+            return
+        answer: WorldAssignment | Leave
+        if isinstance(line, str):
+            answer = Leave(line)
+        else:
+            answer = WorldAssignment.of_line(line, self._member.name)
+            if answer.attempt <= self._asking[1]:
+                return
+            self._place = answer  # which `_find_again` reports
+        self._asking = None
+        self._answers.put(answer)
 
     def _access(self, within_s: float | None = None) -> Access:
         port: int = ray.get(self._coordinator.heartbeat_port.remote(), timeout=within_s)
@@ -183,7 +205,11 @@ class RayRuntime:
         try:
             access = self._access(within_s)
             rejoins = self._coordinator.rejoin.remote(self._member, self._place, self._commands)
-            return access if ray.get(rejoins, timeout=within_s) else None
+            if not ray.get(rejoins, timeout=within_s):
+                return None
+            if self._asking is not None:
+                self._coordinator.ask.remote(*self._asking)
+            return access
         except ray.exceptions.RayError:
             return None
 
@@ -233,6 +259,8 @@ class RayRuntime:
         if commands is None or commands.aborted == self._attempt:
             self._store = None  # ending the store frees members that still form the world
             self._aborted.set()  # ends NCCL's first collectives
+        if commands is None:
+            self._answers.put(Leave.RELEASED)  # no answer can come any more
         world = self._world
         if world is not None and (commands is None or commands.aborted == world.attempt):
             world.groups.abort()

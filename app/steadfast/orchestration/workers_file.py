@@ -3,10 +3,11 @@
 import time
 from collections.abc import Mapping
 
-from steadfast.liveness.watchdog import ProgressReport, own_s
+from steadfast.liveness.watchdog import own_s
 from steadfast.orchestration.messages import Member
 from steadfast.run.watching import Worker, pop_mark, write_workers
 from steadfast.storage import Store
+from steadfast.world.report import ProgressReport
 
 _INTERVAL_S = 1.0
 _WATCHED_S = 10.0  # time for which one mark counts

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from steadfast.liveness.watchdog import ProgressReport
 from steadfast.world import communicator, groups
 from steadfast.world.clock import HostClock
+from steadfast.world.report import ProgressReport
 from steadfast.world.stacks import stacks
 
 T = TypeVar("T")
