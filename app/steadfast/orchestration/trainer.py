@@ -18,7 +18,7 @@ from steadfast.errors import SteadfastError, TrainingError, UsageError, shortene
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.backend import RuntimeConfig, SlotConfig
 from steadfast.orchestration.coordinator import Coordinator
-from steadfast.orchestration.internals import dead_processes, without_idle_actors
+from steadfast.orchestration.internals import dead_processes, is_embedded, without_idle_actors
 from steadfast.orchestration.internals.slots import (
     InlineFunction,
     coordinator_name,
@@ -58,7 +58,7 @@ class SlotTrainer(LeanTrainer):
     """Trainer whose controller uses a worker group of slots."""
 
     def _initialize_and_run_controller(self, train_fn_ref: Any, **arguments: Any) -> Any:
-        with slot_controller():
+        with slot_controller(is_embedded()):
             return super()._initialize_and_run_controller(train_fn_ref=InlineFunction(train_fn_ref), **arguments)
 
 

@@ -104,6 +104,12 @@ def dead_processes() -> set[str]:
     return dead
 
 
+def is_embedded() -> bool:
+    """Return whether this process has started the Ray that it uses."""
+    node = worker._global_node
+    return node is not None and bool(node.head)
+
+
 def end_at_once() -> None:
     """Make `ray.shutdown` kill the embedded Ray by SIGKILL."""
     # Ray would send SIGTERM to one process after another. The processes do not react, and Ray waits a second for each.

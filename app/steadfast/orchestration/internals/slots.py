@@ -22,10 +22,10 @@ import ray
 from ray.exceptions import RayError
 from ray.train import Checkpoint
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
-from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
 from ray.train.v2._internal.execution.controller import controller
 from ray.train.v2._internal.execution.controller.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import scaling_policy
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
@@ -35,6 +35,7 @@ from ray.train.v2._internal.util import ObjectRefWrapper, bundle_to_remote_args,
 from ray.train.v2.api import data_parallel_trainer
 
 from steadfast.backoff import delays
+from steadfast.errors import UsageError
 from steadfast.orchestration.messages import Leave
 from steadfast.orchestration.policies import Quarantine
 from steadfast.run.events import NodeQuarantined
@@ -81,6 +82,7 @@ def find_incompatibility() -> str | None:
         (TrainController, "worker_group_cls"),
         (data_parallel_trainer, "TrainController"),
         (controller, "CheckpointManager"),
+        (scaling_policy, "TrainAutoscalingCoordinatorClient"),
     )
     for owner, name in overridden:
         if not hasattr(owner, name):
@@ -121,6 +123,25 @@ class _Slot:
             ray.kill(self.actor)
 
 
+class NoBarrier:
+    """Stands for Ray's actor at which workers wait for each other. The actor would take two seconds of CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by pickle
+            raise AttributeError(name)
+        raise UsageError(
+            "ray.train.report waits for a constant number of workers, which a run does not have. Return metrics in "
+            "Sums, or call run.log in a hook; checkpoints are written by themselves"
+        )
+
+
+class SlotGroupState(WorkerGroupState):
+    """State of a group whose slots end their own workers."""
+
+    def shutdown(self) -> None:
+        pass
+
+
 class SlotWorkerGroup(WorkerGroup):
     """Worker group that keeps the wanted number of slots filled.
 
@@ -140,11 +161,9 @@ class SlotWorkerGroup(WorkerGroup):
         with invoke_context_managers([each.on_worker_group_start for each in self._callbacks]):
             for callback in self._callbacks:
                 callback.before_worker_group_start(self._worker_group_context)
-            here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
-            sync_actor = SynchronizationActor.options(label_selector=here).remote()
             # There is no placement group: Ray would place all of its bundles together, and lose them together.
-            none = SimpleNamespace(placement_group=None, shutdown=lambda: None)
-            self._worker_group_state = WorkerGroupState(time_monotonic(), none, [], sync_actor)
+            none = SimpleNamespace(placement_group=None)
+            self._worker_group_state = SlotGroupState(time_monotonic(), none, [], NoBarrier())
             for callback in self._callbacks:
                 callback.after_worker_group_start(self)  # no worker runs yet; slots fill when there is room
             self._open(len(self))
@@ -336,6 +355,26 @@ class SlotController(TrainController):
         super().__init__(*arguments, **named)
 
 
+class NoRequests:
+    """Stands for Ray's client of the actor that asks an autoscaler for nodes. An embedded Ray has no autoscaler."""
+
+    def __init__(self, requester_id: str) -> None:
+        pass
+
+    def _ask_nobody(self, *_: Any) -> None:
+        pass
+
+    send_resource_request = maybe_send_resource_request = cancel_resource_request = _ask_nobody
+
+
+class EmbeddedSlotController(SlotController):
+    """Controller of an embedded Ray."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        scaling_policy.TrainAutoscalingCoordinatorClient = NoRequests
+        super().__init__(*arguments, **named)
+
+
 class InlineFunction:
     """Training function that does not use Ray's object store.
 
@@ -375,11 +414,11 @@ class _Pickler(ray.cloudpickle.Pickler):
 
 
 @contextlib.contextmanager
-def slot_controller() -> Any:
+def slot_controller(embedded: bool) -> Any:
     """Make trainers in this context use a controller with slots."""
     # TorchTrainer has no argument for the controller's class, so the class is replaced in Ray's module.
     stock = data_parallel_trainer.TrainController
-    data_parallel_trainer.TrainController = SlotController
+    data_parallel_trainer.TrainController = EmbeddedSlotController if embedded else SlotController
     try:
         yield
     finally:
