@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import signal
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ray.autoscaler._private.local.node_provider import LocalNodeProvider
 from ray.core.generated import autoscaler_pb2
 from ray.train.torch import TorchTrainer
 
+from steadfast.errors import UsageError
 from steadfast.orchestration.internals import (
     current_cluster,
     dead_processes,
@@ -23,8 +25,9 @@ from steadfast.orchestration.internals import (
     on_loopback,
     remember_head,
     without_idle_actors,
+    without_services,
 )
-from steadfast.orchestration.internals.slots import find_incompatibility
+from steadfast.orchestration.internals.slots import NoBarrier, find_incompatibility
 
 
 def test_the_raylets_messages_go_through_a_function_that_can_be_replaced() -> None:
@@ -52,6 +55,20 @@ def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones() -> No
 
 def test_what_slots_override_and_call_is_where_it_was() -> None:
     assert find_incompatibility() is None
+
+
+def test_the_services_that_a_run_does_not_use_are_started_by_functions_that_can_be_replaced() -> None:
+    starts = {*Node.start_head_processes.__code__.co_names, *Node.start_ray_processes.__code__.co_names}
+    with without_services(log_monitor=False):
+        replaced = {name for name in starts if inspect.isfunction(getattr(Node, name, None))}
+        replaced = {name for name in replaced if getattr(Node, name).__module__ != Node.__module__}
+    assert replaced == {"start_monitor", "start_api_server", "start_log_monitor"}
+
+
+def test_a_call_that_would_wait_for_a_constant_number_of_workers_says_what_to_do() -> None:
+    barrier = pickle.loads(pickle.dumps(NoBarrier()))
+    with pytest.raises(UsageError, match="Return metrics in Sums"):
+        barrier.broadcast_from_rank_zero.remote()
 
 
 def test_the_list_of_nodes_that_go_can_be_read_and_added_to() -> None:
