@@ -27,9 +27,8 @@ RAY_PHASES = {
     "imports": "gcs_server",  # of the command, until it starts Ray
     "ray": "raylet/raylet",  # the head's services
     "coordinator": "ray::Coordinator",
-    "controller": "ray::TrainController",
-    "placement": "ray::SynchronizationActor",  # resources granted, worker processes on their way
-    "workers": "ray::RayTrainWorker",
+    "controller": "SlotController",
+    "workers": "ray::SlotWorker",
 }
 APP_PHASES = ("formed", "built", "restored", "first_step")
 _START_S, _POLL_S = 300.0, 0.1
