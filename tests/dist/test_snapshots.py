@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,6 +147,46 @@ def test_a_rank_is_sent_what_its_shards_need(gang: Gang) -> None:
     row, b, step = 5 * 4, 4, 8
     # The second one gets a row of the first's too, which lies between two parts that it needs.
     assert gang.run(bytes_received, 100, 1) == [4 * row + b + step, None, 3 * row + b + step + row]
+
+
+def count_collectives(member: Member, first: int, size: int) -> int | None:
+    """The number of collectives by which a world of one rank less restores a snapshot."""
+    members = list(range(size))
+    nodes = "abcdefgh"
+    if member.number in members:
+        train(member, first, members, nodes, [10])
+    if member.number not in members[:-1]:
+        return None
+    names = "all_gather_object", "broadcast_object_list", "all_to_all_single", "broadcast"
+    honest = {name: getattr(dist, name) for name in names}
+    called: list[Any] = []
+    world = joined(member, first + 1, members[:-1], nodes)
+    try:
+        state = sharded(world, -1)
+        snapshots = Snapshots(world, MEMORY, SHARDED, {"model": state})
+        found = snapshots.find()
+        assert found is not None
+        for name in names:
+            setattr(dist, name, partial(_counted, called, honest[name]))
+        snapshots.load(found, {"model": state})
+    finally:
+        for name in names:
+            setattr(dist, name, honest[name])
+        world.groups.destroy()
+    return len(called)
+
+
+def _counted(called: list[Any], function: Any, *args: Any, **named: Any) -> Any:
+    called.append(function)
+    return function(*args, **named)
+
+
+def test_more_files_take_no_more_collectives() -> None:
+    with Gang(8) as gang:
+        few = gang.run(count_collectives, 200, 4)
+        many = gang.run(count_collectives, 210, 8)
+    assert few == [3, 3, 3, *[None] * 5]
+    assert many == [*[3] * 7, None]
 
 
 def test_where_two_neighbours_are_lost_at_once_nothing_is_restored(gang: Gang) -> None:

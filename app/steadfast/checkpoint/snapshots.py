@@ -15,7 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from functools import partial
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ _TIME_SHARE = 0.01  # of training time, for copies
 _GENERATIONS = 2  # copies kept: the newest complete one, and the one in progress
 _MEMORY_SHARE = 0.5  # of the free memory, for the copies of all workers of a machine
 
+_T = TypeVar("_T")
 _Key = tuple[SnapshotId, int]  # a rank's file of a snapshot
 
 
@@ -384,8 +386,7 @@ class Snapshots:
         for label in self._stored().values():
             for rank, _, num_bytes in label.files:
                 mine[label.snapshot, rank] = num_bytes
-        answers = [mine] * self._world.size
-        dist.all_gather_object(answers, mine, group=self._world.groups.control)
+        answers = self._gather(mine)
 
         # Every rank has the same answers and removes the same files, so all ranks choose the same snapshot.
         while (newest := self._newest(answers)) is not None:
@@ -421,8 +422,7 @@ class Snapshots:
                 self._verify(*key)
             except OSError as error:
                 damaged[key] = str(error)
-        found = [damaged] * world.size
-        dist.all_gather_object(found, damaged, group=world.groups.control)
+        found = self._gather(damaged)
         for node, ranks in self.nodes.items():
             for finder in ranks:
                 for key, why in found[finder].items():
@@ -448,18 +448,17 @@ class Snapshots:
         load_shards(self._files(found, shards), shards, optional=optional_for(shards))
 
     def _files(self, found: Found, shards: list[Shard]) -> Iterator[Read]:
-        # One file after another, so that a process needs memory for the parts of only one.
-        for rank, (holder, num_bytes) in sorted(found.sources.items()):
-            if found.everywhere:
+        if found.everywhere:
+            for rank in sorted(found.sources):
                 yield reader_of(self._open(found.id, rank))
-                continue
-            file = None
-            if holder == self._world.rank:
-                file = self._open(found.id, rank)
-            if self._replicated:
-                yield self._whole_from(file, holder, num_bytes)
-            else:
-                yield self._parts_from(file, holder, shards)
+            return
+        own = [rank for rank, (holder, _) in sorted(found.sources.items()) if holder == self._world.rank]
+        files = {rank: self._open(found.id, rank) for rank in own}
+        if not self._replicated:
+            yield from self._parts(files, found, shards)
+            return
+        for rank, (holder, num_bytes) in sorted(found.sources.items()):
+            yield self._whole_from(files.get(rank), holder, num_bytes)
 
     def _whole_from(self, file: Tensor | None, holder: int, num_bytes: int) -> Read:
         """Broadcast a whole file from rank `holder` to all ranks. A collective."""
@@ -468,42 +467,51 @@ class Snapshots:
         self._world.groups.wait([dist.broadcast(file, holder, async_op=True)])
         return reader_of(file)
 
-    def _parts_from(self, file: Tensor | None, holder: int, shards: list[Shard]) -> Read:
-        """Return this rank's parts of a file on rank `holder`. A collective."""
-        world, groups = self._world, self._world.groups
-        # The holder does not know the shards of the other ranks, so each rank finds its byte ranges in the header.
-        headers = [b""]
-        if file is not None:
-            headers = [header_of(file)]
-        dist.broadcast_object_list(headers, holder, group=groups.control)
-        header = headers[0]
-        mine = requests_for(shards, header)
-        requests = [mine] * world.size
-        dist.all_gather_object(requests, mine, group=groups.control)
-        lengths = list(map(total_bytes, requests))
-        incoming, outgoing = [0] * world.size, [0] * world.size
-        incoming[holder] = lengths[world.rank]
-        sent = torch.empty(0, dtype=torch.uint8)
-        if file is not None:
-            outgoing = lengths
-            parts = [sent]  # not empty, because `cat` refuses an empty list
-            for start, num_bytes in itertools.chain(*requests):
-                parts.append(file[start : start + num_bytes])
-            sent = torch.cat(parts)
-        received = torch.empty(lengths[world.rank], dtype=torch.uint8)
-        groups.wait([dist.all_to_all_single(received, sent, incoming, outgoing, async_op=True)])
-        found: dict[Request, Tensor] = {}
-        stop = 0
-        for request in mine:
-            begin, stop = stop, stop + request.num_bytes
-            found[request] = received[begin:stop]
+    def _parts(self, files: dict[int, Tensor], found: Found, shards: list[Shard]) -> Iterator[Read]:
+        """Yield a reader of this rank's parts of each file. A collective.
 
-        def read(start: int, num_bytes: int) -> bytes:
+        The number of collectives does not depend on the number of files.
+
+        Args:
+            files: those that this rank sends, by rank of the lost world.
+        """
+        groups = self._world.groups
+        # A holder does not know the shards of the other ranks, so each rank finds its byte ranges in the headers.
+        headers: dict[int, bytes] = {}
+        for each in self._gather({rank: header_of(file) for rank, file in files.items()}):
+            headers |= each
+        mine = {rank: requests_for(shards, headers[rank]) for rank in sorted(headers)}
+        incoming, outgoing = [0] * self._world.size, [0] * self._world.size
+        parts = [torch.empty(0, dtype=torch.uint8)]  # not empty, because `cat` refuses an empty list
+        for receiver, wanted in enumerate(self._gather(mine)):
+            for rank, file in files.items():
+                parts += [file[start : start + num_bytes] for start, num_bytes in wanted[rank]]
+                outgoing[receiver] += total_bytes(wanted[rank])
+        for rank, requests in mine.items():
+            incoming[found.sources[rank][0]] += total_bytes(requests)
+        received = torch.empty(sum(incoming), dtype=torch.uint8)
+        exchange = dist.all_to_all_single(received, torch.cat(parts), incoming, outgoing, async_op=True)
+        groups.wait([exchange])
+
+        # The bytes come in the order of holders, and those of one holder in the order of its files.
+        order = sorted(mine, key=lambda rank: (found.sources[rank][0], rank))
+        ranges = [(rank, request) for rank in order for request in mine[rank]]
+        cut = torch.split(received, [request.num_bytes for _, request in ranges])
+        bytes_of = dict(zip(ranges, cut, strict=True))
+
+        def read(rank: int, start: int, num_bytes: int) -> bytes:
             if start == 0:  # only the header begins there, no data
-                return header[:num_bytes]
-            return bytes(found[Request(start, num_bytes)].numpy().data)
+                return headers[rank][:num_bytes]
+            return bytes(bytes_of[rank, Request(start, num_bytes)].numpy().data)
 
-        return read
+        for rank in mine:
+            yield partial(read, rank)
+
+    def _gather(self, own: _T) -> list[_T]:
+        """Return an object of each rank, in the order of ranks. A collective."""
+        objects = [own] * self._world.size
+        dist.all_gather_object(objects, own, group=self._world.groups.control)
+        return objects
 
     def _open(self, snapshot: SnapshotId, of_rank: int) -> Tensor:
         assert self._memory is not None
