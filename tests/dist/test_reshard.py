@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,33 @@ def written_or_read(
         return {part: sha256(tensors, world) for part, tensors in state.items()}
     finally:
         world.groups.destroy()
+
+
+def headers_read(member: Member, attempt: int, folder: str, kind: str, size: int) -> int:
+    """The number of headers that a rank reads when its world restores a checkpoint."""
+    honest = Catalog.readers
+    num_read = 0
+
+    def readers(self: Catalog, manifest: Any) -> list[Any]:
+        return [partial(counted, read) for read in honest(self, manifest)]
+
+    def counted(read: Any, start: int, num_bytes: int) -> bytes:
+        nonlocal num_read
+        num_read += start == 0
+        return bytes(read(start, num_bytes))
+
+    Catalog.readers = readers
+    try:
+        written_or_read(member, attempt, folder, kind, size, False)
+    finally:
+        Catalog.readers = honest
+    return num_read
+
+
+def test_each_header_of_a_checkpoint_is_read_by_one_rank(gang: Gang, tmp_path: Path) -> None:
+    gang.run(written_or_read, next(ATTEMPTS), str(tmp_path), "kind: fsdp", 3, True)
+    assert gang.run(headers_read, next(ATTEMPTS), str(tmp_path), "kind: fsdp", 4) == [1, 1, 1, 0]
+    assert gang.run(headers_read, next(ATTEMPTS), str(tmp_path), "kind: fsdp", 2) == [2, 1, 0, 0]
 
 
 def fill(state: dict[str, Any]) -> None:

@@ -12,13 +12,21 @@ import torch.distributed as dist
 
 from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, skipped_up_to
 from steadfast.checkpoint.manifest import FileDigest, Manifest
-from steadfast.checkpoint.shards import load_shards, optional_for, shards_of, shards_to_write
+from steadfast.checkpoint.shards import (
+    load_shards,
+    optional_for,
+    read_header,
+    shards_of,
+    shards_to_write,
+    with_header,
+)
 from steadfast.checkpoint.state import State
 from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
 from steadfast.errors import StorageError
 from steadfast.parallel import Parallel
 from steadfast.run import events
 from steadfast.run.owner import read_owner
+from steadfast.storage import Read
 from steadfast.world.control import any_rank, gather_numbers
 from steadfast.world.runtime import Outcome, World
 
@@ -141,10 +149,24 @@ class Checkpoints:
         return None
 
     def load(self, manifest: Manifest, state: State) -> None:
-        """Fill this rank's part of `state`. Raises StorageError for another model."""
+        """Fill this rank's part of `state`. A collective if the state is sharded.
+
+        Raises StorageError for another model.
+        """
         self.world.progress.enter("load")
         shards = shards_of(state)
-        load_shards(self._catalog.readers(manifest), shards, optional=optional_for(shards))
+        files = self._catalog.readers(manifest)
+        if not self.replicated:
+            files = self._with_headers(files)
+        load_shards(files, shards, optional=optional_for(shards))
+
+    def _with_headers(self, files: list[Read]) -> list[Read]:
+        """Return readers that know the headers of all files, each of which one rank has read. A collective."""
+        world = self.world
+        mine = [read_header(file) for file in files[world.rank :: world.size]]
+        found = [mine] * world.size
+        dist.all_gather_object(found, mine, group=world.groups.control)
+        return [with_header(file, found[i % world.size][i // world.size]) for i, file in enumerate(files)]
 
     def save(
         self,

@@ -198,12 +198,25 @@ def reader_of(file: Tensor) -> Read:
     return lambda start, num_bytes: bytes(data[start : start + num_bytes])
 
 
-def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
-    """Yield a file's shards, without memory, and their first bytes."""
+def read_header(read: Read) -> bytes:
+    """Read the header of a file, with its length before it."""
     head = read(0, _HEADER_BYTES)
     data_start = 8 + int.from_bytes(head[:8], "little")
     if len(head) < data_start <= _MOST_HEADER_BYTES:
         head = read(0, data_start)
+    return head[:data_start]
+
+
+def with_header(read: Read, header: bytes) -> Read:
+    """Return a reader of a file whose header has been read."""
+    # Only the header begins at 0, no data.
+    return lambda start, num_bytes: header[:num_bytes] if start == 0 else read(start, num_bytes)
+
+
+def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
+    """Yield a file's shards, without memory, and their first bytes."""
+    head = read_header(read)
+    data_start = len(head)
     # A file of this program reads back without errors, because its digest was checked. Any error means a foreign file.
     try:
         header = json.loads(head[8:data_start])
