@@ -12,7 +12,7 @@ PARALLEL := -n $(JOBS) --maxschedchunk 4
 GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-drills
 
-.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster test-all test-newest e2e gpu gpu-1 gpu-2 check docs site
+.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster slow-files test-all test-newest e2e gpu gpu-1 gpu-2 check docs site
 
 PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 
@@ -62,6 +62,10 @@ slow-dist: .venv/.dev
 
 slow-cluster: .venv/.dev
 	$(PYTEST) tests/cluster -m slow
+
+# Slow tests of FILES, one after the other.
+slow-files: .venv/.dev
+	$(PYTEST) --hypothesis-profile=thorough $(FILES) -m "slow or hypothesis"
 
 test-all: test test-slow
 

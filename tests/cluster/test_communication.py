@@ -13,6 +13,7 @@ ERROR = "Unable to find address for: ib0"
 
 @pytest.mark.parametrize("mode", ["slots", pytest.param("restart", marks=pytest.mark.slow)])
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_an_interface_that_does_not_exist_ends_the_run_with_its_error_and_what_to_do(
     command: Commands, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

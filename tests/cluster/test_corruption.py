@@ -31,6 +31,7 @@ def flip(rank: int, where: str, during: str) -> str:
 
 @pytest.mark.ray
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_it_is_replaced_on_another_node_and_the_others_go_on_to_the_same_bits(command: Commands) -> None:
     check = check_of(3)
     with Bed(num_nodes=4) as bed:

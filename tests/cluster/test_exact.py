@@ -20,6 +20,7 @@ def worlds_of(history: History) -> set[int]:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_workers_that_come_and_go_change_no_bit(command: Commands, on_head: Commands) -> None:
     alone = command("alone", launcher=["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"])
     assert alone.run(*EXACT).code == 0

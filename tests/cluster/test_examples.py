@@ -63,6 +63,7 @@ def test_a_resnet_with_its_own_validation_set_and_metrics(on_head: Commands) -> 
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_mingpt_with_its_own_loss(on_head: Commands) -> None:
     command = on_head("mingpt", config="mingpt.yaml")
     lose_a_worker(command, 80, mingpt_by_hand)

@@ -52,6 +52,7 @@ def check_result(run: Command) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_gpt2_from_pretrained_trains_and_its_frozen_part_does_not(on_head: Commands, tmp_path: Path) -> None:
     python("-m", "tests.examples.gpt2", tmp_path / "pretrained")
     run = on_head("gpt2", config="gpt2_finetune.yaml")

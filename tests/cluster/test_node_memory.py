@@ -111,6 +111,7 @@ def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_on_a_cl
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_copies_end_with_a_command_that_fails(on_head: Commands) -> None:
     run = on_head()
     failing = run.start(
@@ -126,6 +127,7 @@ def test_copies_end_with_a_command_that_fails(on_head: Commands) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_nothing_of_a_killed_commands_copies_is_left_where_no_other_follows_in_time(command: Commands) -> None:
     running = command().start(FOR_EVER, "recovery.wait_s=6")
     running.wait_for_event("snapshot", timeout_s=150)
@@ -138,6 +140,7 @@ def test_nothing_of_a_killed_commands_copies_is_left_where_no_other_follows_in_t
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_command_that_was_to_stop_when_ray_died_saves_what_the_nodes_memory_holds(command: Commands) -> None:
     running = command().start(FOR_EVER, "checkpoint.every=60 minutes")
     copied = running.wait_for_event("snapshot", timeout_s=150)

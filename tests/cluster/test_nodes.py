@@ -65,6 +65,7 @@ def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command: Comm
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command: Commands) -> None:
     with Bed(num_nodes=1) as bed:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=60")
@@ -80,6 +81,7 @@ def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command: Comm
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command: Commands) -> None:
     with Bed(num_nodes=1) as bed:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=8")
@@ -113,6 +115,7 @@ def placements(folder: Path) -> list[str]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_replica_that_loses_a_worker_waits_for_another_and_the_others_go_on(command: Commands) -> None:
     """Nothing is on storage: what is restored is what living replicas hold."""
     words = ["parallel={kind: fsdp, shard_size: 2}", "scaling.num_workers=[2,4]", "checkpoint.every=1000 minutes"]

@@ -21,6 +21,7 @@ def check_equal(run: Command, undisturbed: Command) -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_nobody_is_replaced_and_no_step_is_done_again(on_head: Commands, command: Commands) -> None:
     undisturbed = command("undisturbed", launcher=STANDALONE)
     assert undisturbed.run(*WORDS).code == 0

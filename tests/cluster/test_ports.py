@@ -93,6 +93,7 @@ def test_a_local_run_listens_on_the_loopback_alone_and_neither_strangers_nor_a_p
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_on_a_cluster_a_thousand_strangers_neither_stop_the_steps_nor_keep_a_newcomer_out(command: Commands) -> None:
     with Bed(num_nodes=2) as bed, contextlib.ExitStack() as held:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=[1,2]")

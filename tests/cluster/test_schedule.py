@@ -24,6 +24,7 @@ HELD_S = 0.8  # a forward while a world is awaited: or the run may end before wo
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_fp64_weights_equal_those_of_an_undisturbed_run(command: Commands, on_head: Commands, kind: str) -> None:
     words = [*WORDS, f"parallel.kind={kind}", "precision.kind=fp64"]
     ours, theirs = disturb(command("disturbed"), *words), train(on_head("undisturbed"), *words)

@@ -33,6 +33,7 @@ def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_jo
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_silent_worker_is_missed_killed_and_replaced(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]", "recovery={silence_s: 3, hang_limit_s: 3}")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
@@ -46,6 +47,7 @@ def test_a_silent_worker_is_missed_killed_and_replaced(on_head: Commands) -> Non
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(on_head: Commands) -> None:
     words = ("scaling.num_workers=2", "checkpoint.every=50 steps", "checkpoint.node_memory=false")
     # Losses at the same moment are one failure.
@@ -172,6 +174,7 @@ def test_one_exception_is_survived_by_the_others_and_the_same_again_ends_the_run
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_an_exception_that_ends_the_run_loses_no_finished_step_of_sharded_workers(on_head: Commands) -> None:
     faults = "faults.inject=[{kind: fail_at, step: 60, rank: 1, times: null}]"
     words = ("parallel.kind=fsdp", "checkpoint.every=1000 steps")

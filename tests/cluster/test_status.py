@@ -77,6 +77,7 @@ def test_a_slow_rank_is_seen_in_status_and_report_and_is_killed_from_the_live_pa
 
 @pytest.mark.ray
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_script_operates_a_run_by_its_json(on_head: Commands, head: Head, tmp_path: Path) -> None:
     """The program that docs/json.md links to."""
     weights, output = tmp_path / "model.pt", tmp_path / "output.txt"

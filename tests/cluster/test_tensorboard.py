@@ -22,6 +22,7 @@ def curves(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_restarted_has_one_curve_a_tag(command: Commands) -> None:
     run = command(launcher=[*STANDALONE, "--max-restarts", "1"])
     slow = "faults.inject=[{kind: slow_at, ranks: [0, 1], ms: 30}]"

@@ -108,6 +108,7 @@ def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command: Commands) -> Non
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_run_that_is_extended_uses_each_sample_once(command: Commands) -> None:
     """Of 1438 samples in steps of 64: an epoch ends with a step of 30, and the next one begins behind it."""
     run = command(launcher=STANDALONE, config="digits.yaml")
