@@ -144,10 +144,15 @@ def _record_steps(member: Member, config: Config) -> dict[int, State]:
 
     def advance_to(self: WorkerState, step: int) -> None:
         honest(self, step)
-        states[step] = _state(self)
+        if is_compared(step):
+            states[step] = _state(self)
 
-    if config.parallel.survivors_hold_all:  # else no survivor's state is compared
-        WorkerState.advance_to = advance_to
+    def is_compared(step: int) -> bool:
+        # Of a sharded run only checkpoints are compared, and to unshard a state takes long.
+        period = config.checkpoint.every.count
+        return config.parallel.survivors_hold_all or step % period == 0 or step == config.run.steps
+
+    WorkerState.advance_to = advance_to
     directory = RunDirectory.of(config)
     runtime = DrillRuntime(member, [Attempt(1, [0, 1, 2], None, None)], directory)
     try:

@@ -292,7 +292,7 @@ def behave_like_nccl(death_in: Callable[[], Death | None]) -> None:
         ranks: Sequence[int], device: torch.device, aborted: threading.Event, timeouts: Timeouts
     ) -> Device | None:
         before = groups._open_sockets()
-        inner_group.append(dist.new_group(list(ranks), timeouts.connect, "gloo"))
+        inner_group.append(groups._gloo_group(timeouts.connect, list(ranks)))
         sockets = groups._opened_since(before)
         limit = timeouts.first_collectives(len(ranks))
         group = dist.new_group(list(ranks), limit, "like-nccl")
