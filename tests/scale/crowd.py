@@ -25,6 +25,7 @@ from tests.scale.server import receive, send
 
 PER_NODE = 8
 SWITCH = 64  # workers behind one switch
+_ROOT = Path(__file__).parents[2]
 _BEAT_S = 0.5
 _SLICES = 25  # parts of the workers whose heartbeats are sent together
 _QUIET_S = 2.0  # time in which nothing happens, to learn what a heartbeat costs
@@ -294,7 +295,7 @@ class Crowd:
         port.unlink(missing_ok=True)
         command = [sys.executable, "-m", "tests.scale.server", str(self._folder), str(self._n)]
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(command, cwd=_ROOT, stdout=log, stderr=subprocess.STDOUT)
         until_s = time.monotonic() + _START_S
         while not port.exists():
             if self._process.poll() is not None or time.monotonic() > until_s:
