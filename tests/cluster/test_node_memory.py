@@ -158,6 +158,6 @@ def test_a_command_that_was_to_stop_when_ray_died_saves_what_the_nodes_memory_ho
     assert check_audit(RunDirectory(LocalStore(running.directory)), config).steps >= summary["step"]
     # From the copies, or from a checkpoint for which the workers had the time; not at all if they stopped in order.
     restored = [event["step"] for event in running.events if event["event"] == "restore"]
-    assert all(copied["step"] <= step < summary["step"] for step in restored)
+    assert all(copied["step"] <= step < summary["step"] for step in restored), (copied, restored, summary)
     assert Catalog(LocalStore(running.directory)).newest() == summary["step"]
     wait_until_gone(name)
