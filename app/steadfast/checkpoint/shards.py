@@ -199,7 +199,7 @@ def reader_of(file: Tensor) -> Read:
 
 
 def read_header(read: Read) -> bytes:
-    """Read the header of a file, with its length before it."""
+    """Read the header of a file, and the eight bytes of length before the header."""
     head = read(0, _HEADER_BYTES)
     data_start = 8 + int.from_bytes(head[:8], "little")
     if len(head) < data_start <= _MOST_HEADER_BYTES:

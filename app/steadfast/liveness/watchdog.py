@@ -14,8 +14,6 @@ from steadfast.world.report import ProgressReport
 
 _WAITS = ("gradients", "collective", "idle")  # phases in which a rank waits for the other ranks, or does nothing
 _DEVICE = "device"  # stands for the time in which the device computes, summed over the microbatches of a step
-
-
 Reports = Mapping[str, ProgressReport]  # by member
 
 

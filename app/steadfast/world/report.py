@@ -1,4 +1,4 @@
-"""What a worker tells of its progress. The coordinator imports this module, without torch."""
+"""Progress of a worker, for the coordinator, which imports this module without torch."""
 
 from dataclasses import dataclass
 

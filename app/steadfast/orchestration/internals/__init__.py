@@ -105,7 +105,7 @@ def dead_processes() -> set[str]:
 
 
 def is_embedded() -> bool:
-    """Return whether this process has started the Ray that it uses."""
+    """Return whether Ray is embedded in this process."""
     node = worker._global_node
     return node is not None and bool(node.head)
 
