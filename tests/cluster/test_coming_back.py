@@ -82,7 +82,8 @@ def test_a_part_of_an_embedded_ray_is_killed_and_the_command_starts_again(
     assert running.scale("1:2").returncode == 0
     of_the_first_ray = [pid for pid, _ in descendants(running.process.pid)]
     kill(running, title)
-    restored = running.wait_for_event("restore", source="checkpoint", timeout_s=150)
+    restored = running.wait_for_event("restore", timeout_s=150)
+    assert restored["source"] in ("snapshot", "checkpoint")  # whichever is newer
     if title == "gcs_server":  # whose death leaves the workers the time to save what they hold
         assert restored["lost_steps"] == 0
     running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")

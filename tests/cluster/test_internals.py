@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import ray._private.state
+import ray.actor
 from ray._private import services, utils, worker
 from ray._private.node import Node
 from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER, PROCESS_TYPE_RAYLET
@@ -23,6 +25,7 @@ from steadfast.orchestration.internals import (
     dead_processes,
     keep_sigterm_handler,
     on_loopback,
+    other_class_ids,
     remember_head,
     without_idle_actors,
     without_services,
@@ -63,6 +66,18 @@ def test_the_services_that_a_run_does_not_use_are_started_by_functions_that_can_
         replaced = {name for name in starts if inspect.isfunction(getattr(Node, name, None))}
         replaced = {name for name in replaced if getattr(Node, name).__module__ != Node.__module__}
     assert replaced == {"start_monitor", "start_api_server", "start_log_monitor"}
+
+
+def test_the_program_that_starts_a_worker_can_be_replaced() -> None:
+    # The name is the last part of a joined path, so an absolute path replaces the parts before it.
+    assert re.search(r"ray_constants\.SETUP_WORKER_FILENAME,\s+\),\s+\)", inspect.getsource(Node.__init__))
+
+
+def test_the_id_of_an_actor_class_is_drawn_through_a_name_that_can_be_replaced() -> None:
+    assert "ActorClassID" in ray.actor._make_actor.__code__.co_names
+    with other_class_ids():
+        drawn = {ray.actor.ActorClassID.from_random().hex() for _ in range(2)}
+    assert len(drawn) == 2
 
 
 def test_a_call_that_would_wait_for_a_constant_number_of_workers_says_what_to_do() -> None:

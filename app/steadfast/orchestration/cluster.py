@@ -18,6 +18,7 @@ from steadfast.errors import ResourcesMissing, TrainingError, UsageError
 from steadfast.orchestration.internals import (
     current_cluster,
     end_at_once,
+    forked_workers,
     keep_sigterm_handler,
     on_loopback,
     restored_functions,
@@ -84,7 +85,8 @@ def connect(cluster: ClusterConfig, scaling: ScalingConfig, verbose: bool) -> st
         check_packages(cluster.pip, Path.cwd())
         _init(address=address, runtime_env=runtime_env(cluster), **quiet)
         return address
-    with on_loopback(), without_services(log_monitor=verbose):
+    forks = forked_workers(scaling.cpus_per_worker, verbose)
+    with on_loopback(), without_services(log_monitor=verbose), forks:
         _init(
             address="local",
             # A run may have more workers than the machine has cores. The run is only slower.

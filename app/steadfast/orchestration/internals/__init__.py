@@ -5,14 +5,23 @@ tests/cluster/test_internals.py tests each use, so that it fails first when a ne
 
 import contextlib
 import logging
+import os
 import socket
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import ray._private.state
-from ray._private import services, utils, worker
+import ray.actor
+from ray._private import ray_constants, services, utils, worker
 from ray._private.node import Node
+
+from steadfast.orchestration import fork_worker
+from steadfast.orchestration.fork_server import ForkServer
+
+_fork_server: ForkServer | None = None  # that of the embedded Ray
 
 
 def silence_raylet() -> None:
@@ -68,6 +77,51 @@ def without_services(log_monitor: bool) -> Iterator[None]:
     finally:
         for name, function in stock.items():
             setattr(Node, name, function)
+
+
+@contextlib.contextmanager
+def forked_workers(num_threads: int, verbose: bool) -> Iterator[None]:
+    """Make a Ray started in this context fork its workers from a fork server.
+
+    The arguments are those of `ForkServer`.
+    """
+    global _fork_server
+    if sys.platform != "linux":
+        yield
+        return
+    # Ray appends this name to a folder, so an absolute path replaces the whole path.
+    stock = ray_constants.SETUP_WORKER_FILENAME
+    ray_constants.SETUP_WORKER_FILENAME = fork_worker.__file__
+    _fork_server = ForkServer(num_threads, verbose)
+    os.environ[fork_worker.ADDRESS_VARIABLE] = _fork_server.address
+    try:
+        yield
+    except BaseException:
+        _fork_server.close()
+        raise
+    finally:
+        ray_constants.SETUP_WORKER_FILENAME = stock
+        del os.environ[fork_worker.ADDRESS_VARIABLE]
+
+
+@contextlib.contextmanager
+def other_class_ids() -> Iterator[None]:
+    """Make actor classes defined in this context take their ids from Python's random bytes.
+
+    Forks of a process whose Ray has drawn a random number would draw the same numbers, and give tasks the same ids.
+    """
+    stock = ray.actor.ActorClassID
+    drawn = SimpleNamespace(from_random=lambda: stock(os.urandom(stock.size())))
+    ray.actor.ActorClassID = drawn
+    try:
+        yield
+    finally:
+        ray.actor.ActorClassID = stock
+
+
+def random_id() -> bytes:
+    """Return an id that Ray draws."""
+    return bytes(ray.UniqueID.from_random().binary())
 
 
 def current_cluster() -> str | None:
@@ -127,6 +181,8 @@ def end_embedded() -> None:
     for each in workers:
         with contextlib.suppress(psutil.Error):
             each.kill()
+    if _fork_server is not None:
+        _fork_server.close()
 
 
 def _listens(path: str) -> bool:

@@ -1,0 +1,174 @@
+"""The fork server starts workers as the raylet would, and only those that a fork can serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from steadfast.orchestration import fork_worker
+from steadfast.orchestration.fork_server import ForkServer
+from tests.support.checks import check_stopped
+from tests.support.command import FOR_EVER, Commands
+
+WORKER = """
+import json, os, random, resource, signal, sys, time
+forked = "torch" in sys.modules and "ray" in sys.modules
+import numpy, ray
+print(json.dumps({
+    "forked": forked,
+    "argv": sys.argv[1:],
+    "variable": os.environ.get("OF_THE_RUN"),
+    "folder": os.getcwd(),
+    "draws": [ray.UniqueID.from_random().hex(), numpy.random.random(), random.random()],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    "descriptors": sorted(int(each) for each in os.listdir("/proc/self/fd")),
+    "main": sys.modules["__main__"].__file__,
+    "pid": os.getpid(),
+}), flush=True)
+time.sleep(float(os.environ.get("SLEEP_S", "0")))
+sys.exit(7)
+"""
+PLAIN = """import sys; print('{"forked": false}'); sys.exit(8)"""  # stands for Ray's setup_worker.py
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(num_threads=1)
+    yield server
+    server.close()
+
+
+class Raylet:
+    """Starts a worker as a raylet does."""
+
+    def __init__(self, server: ForkServer, folder: Path) -> None:
+        self._folder = folder
+        self._script = folder / "default_worker.py"
+        self._script.write_text(WORKER)
+        (folder / "setup_worker.py").write_text(PLAIN)
+        self._environment = os.environ | {"RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
+        self._environment[fork_worker.ADDRESS_VARIABLE] = server.address
+
+    def start(self, context: dict[str, Any] | None = None, **variables: str) -> subprocess.Popen[str]:
+        stated = f"--serialized-runtime-env-context={json.dumps(context or {})}"
+        return subprocess.Popen(
+            [sys.executable, fork_worker.__file__, str(self._script), "--node-id=0", stated, "--language=PYTHON"],
+            env=self._environment | variables,
+            cwd=self._folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, context: dict[str, Any] | None = None, **variables: str) -> tuple[dict[str, Any], int]:
+        process = self.start(context, **variables)
+        printed, _ = process.communicate(timeout=120)
+        return json.loads(printed), process.returncode
+
+
+@pytest.fixture
+def raylet(server: ForkServer, tmp_path: Path) -> Raylet:
+    return Raylet(server, tmp_path)
+
+
+def test_a_worker_runs_as_if_the_raylet_had_started_it(raylet: Raylet, tmp_path: Path) -> None:
+    found, exit_code = raylet.run({"env_vars": {"OF_THE_RUN": "7"}})
+    assert (found["forked"], exit_code) == (True, 7)
+    assert found["argv"] == ["--node-id=0"], "without what Ray's own program reads"
+    assert (found["variable"], found["folder"]) == ("7", str(tmp_path))
+    assert found["main"] == str(tmp_path / "default_worker.py")
+    assert not {signal.SIGTERM, signal.SIGINT} & set(found["blocked"]), "which the server blocks"
+    assert found["descriptors"][:3] == [0, 1, 2]
+    assert len(found["descriptors"]) == 4, "the fourth lists them"
+
+
+def test_two_workers_draw_different_numbers(raylet: Raylet) -> None:
+    first, second = (raylet.run()[0] for _ in range(2))
+    assert first["forked"]
+    assert second["forked"]
+    assert not set(first["draws"]) & set(second["draws"])
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"env_vars": {"OMP_NUM_THREADS": "3"}},
+        {"env_vars": {"OF_THE_RUN": "${HOME}"}},
+        {"py_executable": "another python"},
+        {"command_prefix": ["nice"]},
+    ],
+)
+def test_a_worker_that_needs_another_process_is_started_by_ray(raylet: Raylet, context: dict[str, Any]) -> None:
+    assert raylet.run(context) == ({"forked": False}, 8)
+
+
+def test_a_worker_of_another_raylet_is_started_by_ray(raylet: Raylet) -> None:
+    assert raylet.run()[0]["forked"]
+    assert raylet.run(RAY_RAYLET_PID="2") == ({"forked": False}, 8)
+
+
+def test_a_worker_may_open_as_many_files_as_the_raylet(raylet: Raylet) -> None:
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (former[0] - 1, former[1]))
+    try:
+        assert raylet.run()[0]["open_files"] == former[0] - 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, former)
+
+
+def test_a_worker_ends_with_the_process_that_the_raylet_knows(raylet: Raylet) -> None:
+    process = raylet.start(SLEEP_S="60")
+    assert process.stdout is not None
+    pid = json.loads(process.stdout.readline())["pid"]
+    process.kill()
+    process.wait()
+    until_s = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until_s, "the worker runs on"
+        time.sleep(0.05)
+
+
+def test_without_a_server_ray_starts_the_worker(tmp_path: Path) -> None:
+    server = ForkServer(num_threads=1)
+    server.close()
+    assert Raylet(server, tmp_path).run() == ({"forked": False}, 8)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_workers_of_an_embedded_ray_are_forks_and_without_the_server_others_replace_them(command: Commands) -> None:
+    running = command().start(FOR_EVER, "scaling.num_workers=[1,2]")
+    running.wait_for_event("attempt_started", attempt=1, world_size=2)
+    killed, survivor = (psutil.Process(pid) for pid in running.worker_pids("SlotWorker"))
+    server = killed.parent()
+    assert server is not None
+    assert server == survivor.parent()
+    assert "fork_server" in " ".join(server.cmdline())
+    server.kill()
+    killed.kill()
+    running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
+    running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
+    assert survivor.is_running(), "the death of the server ends no worker"
+    check_stopped(running, lost_steps=0)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(120)
+def test_forks_end_with_their_raylet(command: Commands) -> None:
+    running = command().start(FOR_EVER)
+    running.wait_for_step(10)
+    forks = [psutil.Process(pid) for pid in running.worker_pids("SlotWorker")]
+    running.process.kill()  # Ray ends with the command, as the kernel sees to it
+    _, alive = psutil.wait_procs(forks, timeout=20)
+    assert not alive
