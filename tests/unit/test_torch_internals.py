@@ -42,6 +42,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "world/compilation.py",
         "parallel/dtensor.py",
         "loop/buffers.py",
+        "orchestration/fork_server.py",
         "optim/optimizer.py",
         "parallel/precision.py",
         "parallel/buckets.py",
@@ -247,6 +248,33 @@ def test_a_group_that_has_timed_out_tells_of_it_in_every_later_collective() -> N
     thread.join()
     assert str(errors[1]) == "Application timeout caused pair closure"
     assert is_peer_loss(errors[1])
+
+
+def test_a_wait_with_a_limit_ends_without_harm_to_the_collective() -> None:
+    store = dist.HashStore()
+    late = threading.Event()
+    summed = torch.ones(1)
+
+    def peer() -> None:
+        group: Any = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=10))
+        late.wait()
+        group.allreduce([torch.ones(1)]).wait()
+
+    thread = threading.Thread(target=peer)
+    thread.start()
+    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=10))
+    work = group.allreduce([summed])
+    with pytest.raises(RuntimeError, match="timed out"):
+        work.wait(timedelta(seconds=0.05))
+    assert not work.is_completed()
+    late.set()
+    work.wait()
+    thread.join()
+    assert summed == 2
+
+
+def test_a_process_that_has_not_used_a_gpu_may_be_forked() -> None:
+    assert torch.cuda._is_in_bad_fork() is False
 
 
 def test_a_mistake_in_the_code_is_no_lost_peer() -> None:

@@ -5,13 +5,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_LOOK_S = 0.05  # interval at which a wait for gloo checks `aborted`
+_LOOK = timedelta(seconds=0.05)  # interval at which a wait for gloo checks `aborted`
 _POLL_S = 0.001
 _BUCKET_BYTES = 25 * 2**20  # size of most buckets of gradients
 
@@ -95,15 +96,11 @@ class GlooCommunicator:
 
 def arrived(work: dist.Work, aborted: threading.Event) -> bool:
     """Wait for a collective of gloo; return False after an abort."""
-    # Not by `work.wait()`: when a connection ends, gloo wakes threads that wait for a message to begin, but not threads
-    # in the middle of a message, which would wait until the collective's time-out.
-    if not work.is_completed():
-        done = threading.Event()
-        work.get_future().add_done_callback(lambda _: done.set())
-        # The future may be complete a moment before the work reports it.
-        while not (done.wait(_LOOK_S) or work.is_completed()):
-            if aborted.is_set():
-                return False
+    # When a connection ends, gloo wakes threads that wait for a message to begin, but not threads in the middle of a
+    # message, which would wait until the collective's time-out.
+    while not (work.is_completed() or aborted.is_set()):
+        with contextlib.suppress(RuntimeError):  # incomplete, or failed, which `work.wait` raises again
+            work.wait(_LOOK)
     return not aborted.is_set()
 
 
