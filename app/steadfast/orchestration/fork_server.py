@@ -78,7 +78,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server. Its workers go on."""
         self._process.kill()
-        self._process.wait()
+        with self._process:  # waits for its end, and closes the pipe
+            pass
 
 
 class _Server:

@@ -78,6 +78,7 @@ class Silence:
 class _Peer:
     writer: asyncio.StreamWriter
     silent_s: float = 0.0
+    acknowledged_s: float = 0.0  # time of the last acknowledgment
     unanswered_s: float = 0.0  # time for which the worker's machine has not acknowledged all data
     lost: str = ""  # reason why the worker is declared dead
 
@@ -200,7 +201,7 @@ class HeartbeatServer:
             async for line in _lines(reader):
                 peer.silent_s = 0.0
                 self._on_message(name, json.loads(line))
-                writer.write(b"\n")
+                self._acknowledge(peer)
         except ConnectionResetError:
             pass  # a process that is killed may leave data unread, and its kernel then resets the connection
         except OSError as error:
@@ -213,6 +214,13 @@ class HeartbeatServer:
             self._admitted.discard(name)
             self._answers.pop(name, None)
             self._on_lost(name, peer.lost or cause)
+
+    def _acknowledge(self, peer: _Peer) -> None:
+        # A worker needs a sign of life much more rarely than it sends one, and each write is a system call.
+        now_s = time.monotonic()
+        if now_s - peer.acknowledged_s >= self._timeouts.acknowledge_s:
+            peer.acknowledged_s = now_s
+            peer.writer.write(b"\n")
 
     async def _watch(self) -> None:
         # Silence is counted in checks of this loop. If this process was stopped, or blocked its event loop, that time
@@ -331,9 +339,9 @@ class HeartbeatClient:
         with contextlib.suppress(OSError):
             unread = self._introduce()
             due_s = self._begin_interval()
-            # The server answers each heartbeat. A worker without answers is cut off from the coordinator, which
+            # The server acknowledges heartbeats. A worker that hears nothing is cut off from the coordinator, which
             # declares this worker dead. The other workers go on without this worker, so it must not train alone. Time
-            # in which this process was stopped does not count, because the answers of that time are still unread.
+            # in which this process was stopped does not count, because the messages of that time are still unread.
             while self._unheard_s < self._timeouts.lease_s:
                 wait_s = due_s - time.monotonic()
                 if wait_s <= 0:
@@ -352,7 +360,7 @@ class HeartbeatClient:
                 self._unheard_s = 0.0
                 *lines, unread = (unread + received).split(b"\n")
                 for line in lines:
-                    if line:  # an empty line only acknowledges a heartbeat
+                    if line:  # an empty line only acknowledges heartbeats
                         self._receive(json.loads(line))
 
     def _receive(self, message: Message) -> None:

@@ -21,6 +21,11 @@ class Timeouts:
         return min(0.5, self.silence_s / 5)
 
     @property
+    def acknowledge_s(self) -> float:
+        """Return the shortest time between two acknowledgments of a worker's heartbeats."""
+        return self.silence_s / 2
+
+    @property
     def connect(self) -> timedelta:
         """Return the limit for members that have met to connect."""
         # Gloo waits five times as long for a connection, and cannot be interrupted meanwhile. So a death at this moment
