@@ -2,9 +2,9 @@
 
 python -m tests.benchmarks.goodput
 
-Goodput is the useful GPU-seconds as a share of all GPU-seconds. A failure ends the world, and so does the arrival of its
-replacement. Each costs a stall, and a failure also costs steps that are done again. While GPUs are missing, a step takes
-as long as the worker with the most microbatches.
+Goodput is the useful share of all GPU-seconds. A failure ends the world, and so does the arrival of its replacement.
+Each costs a stall, and a failure also costs steps that are done again. While GPUs are missing, a step takes as long as
+the worker with the most microbatches.
 
 Measured: the stalls of torchrun and Ray Train on two cores, and the parts of our stall (`python -m tests.scale`, and
 CPU seconds of a rank for a message). Published: failures for each GPU and day (RSC-1), the time in which NCCL connects
@@ -39,8 +39,8 @@ WORKER_S = 0.55  # until a death is known and a worker has unwound, built and do
 
 def our_stall_s(n: int) -> float:
     sizes = np.log([*GLOO_S]), np.log([*GLOO_S.values()])
-    growth = math.log(GLOO_S[8192] / GLOO_S[4096], 2)
-    gloo_s = float(np.exp(np.interp(math.log(n), *sizes))) * max(1.0, n / 8192) ** growth
+    growth = math.log2(GLOO_S[8192] / GLOO_S[4096])
+    gloo_s = float(np.exp(np.interp(math.log(n), *sizes)) * max(1.0, n / 8192) ** growth)
     return WORKER_S + n * (2 * CALL_S + COORDINATOR_S + NCCL_S + COLLECTIVES * 2 * HOP_S) + gloo_s
 
 

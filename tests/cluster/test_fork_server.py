@@ -36,30 +36,32 @@ print(json.dumps({
     "descriptors": sorted(int(each) for each in os.listdir("/proc/self/fd")),
     "main": sys.modules["__main__"].__file__,
     "pid": os.getpid(),
+    "parent": os.getppid(),
 }), flush=True)
 time.sleep(float(os.environ.get("SLEEP_S", "0")))
 sys.exit(7)
 """
+ADDRESS = f"steadfast-test-{os.getpid()}"
 PLAIN = """import sys; print('{"forked": false}'); sys.exit(8)"""  # stands for Ray's setup_worker.py
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer(num_threads=1)
+    server = ForkServer(1, ADDRESS)
     yield server
     server.close()
 
 
 class Raylet:
-    """Starts a worker as a raylet does."""
+    """Starts a worker as an embedded raylet does."""
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
+    def __init__(self, folder: Path, address: str = ADDRESS) -> None:
         self._folder = folder
         self._script = folder / "default_worker.py"
         self._script.write_text(WORKER)
         (folder / "setup_worker.py").write_text(PLAIN)
         self._environment = os.environ | {"RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
-        self._environment[fork_worker.ADDRESS_VARIABLE] = server.address
+        self._environment[fork_worker.ADDRESS_VARIABLE] = address
 
     def start(self, context: dict[str, Any] | None = None, **variables: str) -> subprocess.Popen[str]:
         stated = f"--serialized-runtime-env-context={json.dumps(context or {})}"
@@ -79,7 +81,7 @@ class Raylet:
 
 @pytest.fixture
 def raylet(server: ForkServer, tmp_path: Path) -> Raylet:
-    return Raylet(server, tmp_path)
+    return Raylet(tmp_path)
 
 
 def test_a_worker_runs_as_if_the_raylet_had_started_it(raylet: Raylet, tmp_path: Path) -> None:
@@ -140,9 +142,34 @@ def test_a_worker_ends_with_the_process_that_the_raylet_knows(raylet: Raylet) ->
 
 
 def test_without_a_server_ray_starts_the_worker(tmp_path: Path) -> None:
-    server = ForkServer(num_threads=1)
-    server.close()
-    assert Raylet(server, tmp_path).run() == ({"forked": False}, 8)
+    assert Raylet(tmp_path, f"{ADDRESS}-nowhere").run() == ({"forked": False}, 8)
+
+
+def test_workers_of_a_cluster_are_forks_of_one_server_that_ends_with_the_raylet(tmp_path: Path) -> None:
+    script = tmp_path / "default_worker.py"
+    script.write_text(WORKER)
+    with subprocess.Popen(["sleep", "600"]) as raylet:
+        environment = {**os.environ, "RAY_RAYLET_PID": str(raylet.pid), "RAY_JOB_ID": "01000000"}
+        command = [sys.executable, "-m", fork_worker.__name__, "--num-threads=1", str(script), "--node-id=0"]
+        workers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        found = [json.loads(worker.communicate(timeout=120)[0]) for worker in workers]
+        assert [each["forked"] for each in found] == [True] * 3
+        assert len({each["parent"] for each in found}) == 1
+        assert [worker.returncode for worker in workers] == [7] * 3
+        server = psutil.Process(found[0]["parent"])
+        raylet.kill()
+    server.wait(10)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(240)
+def test_a_worker_that_joins_on_a_cluster_is_a_fork(on_head: Commands) -> None:
+    running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]")
+    running.wait_for_event("attempt_started", attempt=1, world_size=2)
+    parents = {psutil.Process(pid).ppid() for pid in running.worker_pids("SlotWorker")}
+    assert len(parents) == 1
+    assert "fork_server" in " ".join(psutil.Process(parents.pop()).cmdline())
+    check_stopped(running)
 
 
 @pytest.mark.ray

@@ -73,6 +73,12 @@ def test_the_program_that_starts_a_worker_can_be_replaced() -> None:
     assert re.search(r"ray_constants\.SETUP_WORKER_FILENAME,\s+\),\s+\)", inspect.getsource(Node.__init__))
 
 
+def test_a_raylets_command_line_names_the_python_of_its_workers() -> None:
+    source = inspect.getsource(services.start_raylet)
+    assert "--python_worker_command={subprocess.list2cmdline(start_worker_command)}" in source
+    assert re.search(r"start_worker_command = \(\s+\[\s+sys\.executable,\s+setup_worker_path", source)
+
+
 def test_the_id_of_an_actor_class_is_drawn_through_a_name_that_can_be_replaced() -> None:
     assert "ActorClassID" in ray.actor._make_actor.__code__.co_names
     with other_class_ids():

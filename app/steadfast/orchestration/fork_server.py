@@ -1,4 +1,4 @@
-"""Fork server for the workers of an embedded Ray.
+"""Fork server for workers of Ray on one machine.
 
 A worker imports Ray, torch and this package, which takes four seconds of CPU. The fork server imports them once, and
 each worker is a fork of it. The server runs no threads of its own, and never touches a GPU.
@@ -12,17 +12,15 @@ import runpy
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from steadfast.orchestration.fork_worker import STARTED, STREAMS, receive
+from steadfast.orchestration.fork_worker import RAYLET_VARIABLE, STARTED, STREAMS, receive, user_of
 
 # Imported when the server starts.
 _LIBRARIES = (
@@ -45,34 +43,42 @@ _RAY_AND_STEADFAST = (
 # Libraries read these variables when they are imported. A worker whose values differ from the server's is not forked.
 _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
 _REQUEST_S = 10.0  # time to receive a request
-_RAYLET = "RAY_RAYLET_PID"
+_IDLE_S = 60.0  # time without a worker after which the server of a cluster's node ends
 _NO_JOB = {"RAY_JOB_ID": "ffffffff"}
 # The folder of this package comes first, as in the command.
 _PROGRAM = f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}; from {__name__} import main; main()"
 
 
 class ForkServer:
-    """A fork server that this process has started, and that ends with this process.
+    """A fork server that this process has started.
 
     Args:
         num_threads: number of threads for a worker's operations on the CPU.
+        address: name of the server's abstract Unix socket.
+        raylet: process id of a raylet with which the server ends, if not before for want of workers. Without it the
+            server ends with this process.
         verbose: whether to show what the imported libraries print.
+
+    Raises:
+        OSError: there is a server at the address.
     """
 
-    def __init__(self, num_threads: int, verbose: bool = False) -> None:
-        self.address = f"steadfast-{uuid.uuid4().hex}"
+    def __init__(self, num_threads: int, address: str, raylet: int | None = None, verbose: bool = False) -> None:
         # The socket accepts connections from now on, so the first workers wait for the imports of the server.
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("\0" + self.address)
+            listener.bind("\0" + address)
             listener.listen()
-            command = [sys.executable, "-c", _PROGRAM, str(listener.fileno()), str(num_threads)]
+            arguments = [str(listener.fileno()), str(num_threads), *([str(raylet)] if raylet else [])]
             output = None if verbose else subprocess.DEVNULL
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,  # the server ends at the end of this pipe, which only this process holds open
+                [sys.executable, "-c", _PROGRAM, *arguments],
+                # Without a raylet the server ends at the end of this pipe, which only this process holds open.
+                stdin=subprocess.DEVNULL if raylet else subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 pass_fds=[listener.fileno()],
+                cwd="/",
+                start_new_session=raylet is not None,
             )
 
     def close(self) -> None:
@@ -87,22 +93,28 @@ class _Server:
 
     Args:
         listener: socket on which workers are asked for.
-        environment: environment of the command that has started the server.
+        environment: environment with which the server has started.
+        raylet: as in `ForkServer`.
     """
 
-    def __init__(self, listener: socket.socket, environment: dict[str, str]) -> None:
+    def __init__(self, listener: socket.socket, environment: dict[str, str], raylet: int | None) -> None:
         self._environment = environment
+        self._num_workers = 0
+        self._idle_s = None if raylet is None else _IDLE_S
         self._raylet = ""  # process id of the raylet, after the first request
         self._sound = False
         self._selector = selectors.DefaultSelector()
         self._watch(listener, partial(self._accept, listener))
-        self._watch(sys.stdin, partial(os._exit, 0))
+        self._watch(sys.stdin if raylet is None else os.pidfd_open(raylet), partial(os._exit, 0))
 
     def serve(self) -> dict[str, Any]:
         """Fork a process for each request, and return the request in that process."""
         while True:
             # The first event may make others invalid. Those that stay valid are reported again.
-            key, _ = self._selector.select()[0]
+            events = self._selector.select(None if self._num_workers else self._idle_s)
+            if not events:
+                os._exit(0)
+            key, _ = events[0]
             request: dict[str, Any] | None = key.data()
             if request is not None:
                 return request
@@ -115,7 +127,7 @@ class _Server:
         connection.settimeout(_REQUEST_S)
         with contextlib.suppress(OSError, ValueError):
             # Another user of the machine can connect to an abstract socket, but must not run code as this user.
-            if _user_of(connection) == os.getuid():
+            if user_of(connection) == os.getuid():
                 request = receive(connection)
                 if not self._may_fork(request["environment"]):
                     connection.close()
@@ -131,10 +143,10 @@ class _Server:
         if _read_at_import(environment) != _read_at_import(self._environment):
             return False
         if not self._raylet:
-            self._raylet = environment[_RAYLET]
+            self._raylet = environment[RAYLET_VARIABLE]
             _import_ray(environment)
             self._sound = _forks_are_sound()
-        return self._sound and self._raylet == environment[_RAYLET]
+        return self._sound and self._raylet == environment[RAYLET_VARIABLE]
 
     def _fork(self, connection: socket.socket) -> bool:
         """Fork this process, and return whether this is the fork."""
@@ -143,6 +155,7 @@ class _Server:
             self._close()
             connection.close()
             return True
+        self._num_workers += 1
         process = os.pidfd_open(pid)
         self._watch(process, partial(self._report_end, pid, process, connection))
         # The raylet ends a worker that has not registered yet by ending the program that has asked for the worker.
@@ -157,6 +170,7 @@ class _Server:
 
     def _report_end(self, pid: int, process: int, connection: socket.socket) -> None:
         _, status = os.waitpid(pid, 0)
+        self._num_workers -= 1
         self._selector.unregister(process)
         os.close(process)
         with contextlib.suppress(KeyError):  # `_kill` has unregistered it
@@ -174,12 +188,6 @@ class _Server:
             elif key.fileobj is not sys.stdin:
                 os.close(key.fd)
         self._selector.close()
-
-
-def _user_of(connection: socket.socket) -> int:
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", peer)
-    return int(user)
 
 
 def _read_at_import(environment: dict[str, str]) -> dict[str, str]:
@@ -249,8 +257,9 @@ def main() -> None:
     """Import what workers need, then fork a worker for each request."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     environment = dict(os.environ)
-    descriptor, num_threads = sys.argv[1:]
+    descriptor, num_threads, *raylets = sys.argv[1:]
     # Ray sets this variable in a worker, but only after the libraries that read it have been imported.
     os.environ.setdefault("OMP_NUM_THREADS", num_threads)
     _import(_LIBRARIES)
-    _run_worker(_Server(socket.socket(fileno=int(descriptor)), environment).serve())
+    raylet = int(raylets[0]) if raylets else None
+    _run_worker(_Server(socket.socket(fileno=int(descriptor)), environment, raylet).serve())

@@ -1,53 +1,84 @@
-"""Program that an embedded raylet starts for each worker, instead of Ray's `setup_worker.py`.
+"""Program that asks a fork server for a worker, which has imported everything already.
 
-The program asks the fork server for a process that has imported everything a worker needs. If there is none, or if its
-environment differs, Ray's own program starts the worker as usual. Imports are few, because each worker waits for them.
+An embedded raylet starts this program instead of Ray's `setup_worker.py`, and the command has started the fork server.
+On a cluster, `setup_worker.py` starts this program instead of Python, and the first worker of a node starts the server.
+If there is no server, or if its environment differs, the worker starts as usual. Imports are few, because each worker
+waits for them.
 """
 
+import contextlib
+import hashlib
 import json
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 from typing import Any
 
-ADDRESS_VARIABLE = "STEADFAST_FORK_SERVER"  # the server's abstract Unix socket
+ADDRESS_VARIABLE = "STEADFAST_FORK_SERVER"  # abstract Unix socket of the server of an embedded Ray
+RAYLET_VARIABLE = "RAY_RAYLET_PID"
 STARTED = b"+"  # the server's answer, before it sends the exit code at the worker's end
 STREAMS = "streams"  # key of a received request: descriptors of the standard streams
+THREADS_OPTION = "--num-threads="  # of a worker of a cluster
+# The Python of a node's raylet, which is the parent of the shell that runs these words.
+_RAYLETS_PYTHON = r"tr '\0' '\n' < /proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\([^ ]*\).*/\1/p'"
 _CONTEXT_OPTION, _LANGUAGE_OPTION = "--serialized-runtime-env-context=", "--language="
 _SIZE_BYTES = 8
 _ANSWER_S = 120.0  # time for the imports of the server on a busy machine
 
 
-def _request(arguments: list[str]) -> dict[str, Any] | None:
-    """Return the request for the fork server, or None if only Ray's program can start this worker.
+def python_of_cluster(num_threads: int) -> str:
+    """Return the `py_executable` of a runtime environment whose workers are forks.
 
     Args:
-        arguments: those of Ray's `setup_worker.py`: the worker's script, options of the worker, and two of Ray's own.
+        num_threads: number of threads for a worker's operations on the CPU.
     """
+    # With -P no module of the user's working directory takes the place of one of Python's.
+    return f"$({_RAYLETS_PYTHON}) -P -m {__name__} {THREADS_OPTION}{num_threads}"
+
+
+def _context_of(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the context of a runtime environment, and the other arguments, from those of `setup_worker.py`."""
     context: dict[str, Any] = {}
-    language, passed = "", []
+    rest = []
     for argument in arguments:
         if argument.startswith(_CONTEXT_OPTION):
-            context = json.loads(argument.removeprefix(_CONTEXT_OPTION) or "{}")
+            context |= json.loads(argument.removeprefix(_CONTEXT_OPTION) or "{}")
         elif argument.startswith(_LANGUAGE_OPTION):
-            language = argument.removeprefix(_LANGUAGE_OPTION)
+            context["language"] = argument.removeprefix(_LANGUAGE_OPTION)
         else:
-            passed.append(argument)
+            rest.append(argument)
+    return context, rest
+
+
+def _variables_of(context: dict[str, Any]) -> dict[str, str] | None:
+    """Return the variables that a context sets, or None if it starts another program than this Python."""
     variables: dict[str, str] = context.pop("env_vars", {})
     own_python = context.pop("py_executable", sys.executable) == sys.executable
-    # Ray replaces ${NAME} in variables. All other keys of a context start another program.
+    # Ray replaces ${NAME} in variables.
     expanded = any("$" in value for value in variables.values())
-    if language != "PYTHON" or not own_python or expanded or any(context.values()):
+    if context.pop("language", "") != "PYTHON" or not own_python or expanded or any(context.values()):
         return None
+    return variables
+
+
+def _request(arguments: list[str], variables: dict[str, str]) -> dict[str, Any]:
     return {
-        "argv": passed,
+        "argv": arguments,
         "environment": dict(os.environ) | variables,
         "folder": os.getcwd(),
         "blocked_signals": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
+
+
+def user_of(connection: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", peer)
+    return int(user)
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
@@ -65,12 +96,17 @@ def _ask(address: str, request: dict[str, Any]) -> int | None:
     """Have the fork server start a worker, and return the exit code of that worker.
 
     Return None if the server does not start it.
+
+    Raises:
+        ConnectionRefusedError: there is no server.
     """
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(_ANSWER_S)
+        server.connect("\0" + address)
+        if user_of(server) != os.getuid():  # any user may take the name, but may not read this user's variables
+            return None
         try:
-            server.connect("\0" + address)
             socket.send_fds(server, [len(text).to_bytes(_SIZE_BYTES)], [0, 1, 2])
             server.sendall(text)
             if server.recv(len(STARTED)) != STARTED:
@@ -82,15 +118,47 @@ def _ask(address: str, request: dict[str, Any]) -> int | None:
         return int(server.recv(16) or b"1")
 
 
+def _start_embedded(arguments: list[str]) -> int:
+    """Start a worker of an embedded Ray from the arguments of `setup_worker.py`, and wait for its end."""
+    context, rest = _context_of(arguments)
+    variables = _variables_of(context)
+    if variables is not None:
+        with contextlib.suppress(ConnectionRefusedError):
+            exit_code = _ask(os.environ[ADDRESS_VARIABLE], _request(rest, variables))
+            if exit_code is not None:
+                return exit_code
+    stock = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")
+    os.execv(sys.executable, [sys.executable, stock, *arguments])
+
+
+def _start_on_cluster(num_threads: int, arguments: list[str]) -> int:
+    """Start a worker from the arguments of Python, and wait for its end."""
+    # A server serves the workers of one raylet and one version of the code.
+    versions = f"{sys.executable} {os.environ.get('PYTHONPATH')} {num_threads}"
+    address = f"steadfast-{os.environ[RAYLET_VARIABLE]}-{hashlib.sha256(versions.encode()).hexdigest()[:16]}"
+    request = _request(arguments, {})
+    try:
+        exit_code = _ask(address, request)
+    except ConnectionRefusedError:
+        from steadfast.orchestration.fork_server import ForkServer
+
+        with contextlib.suppress(OSError):  # another worker has started the server meanwhile
+            ForkServer(num_threads, address, int(os.environ[RAYLET_VARIABLE]))
+        try:
+            exit_code = _ask(address, request)
+        except ConnectionRefusedError:
+            exit_code = None
+    if exit_code is not None:
+        return exit_code
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
 def main() -> int:
     """Start a worker, and wait for its end."""
-    request = _request(sys.argv[1:])
-    if request is not None:
-        exit_code = _ask(os.environ[ADDRESS_VARIABLE], request)
-        if exit_code is not None:
-            return exit_code
-    stock = os.path.join(os.path.dirname(sys.argv[1]), "setup_worker.py")
-    os.execv(sys.executable, [sys.executable, stock, *sys.argv[1:]])
+    first, *rest = sys.argv[1:]
+    if first.startswith(THREADS_OPTION):
+        return _start_on_cluster(int(first.removeprefix(THREADS_OPTION)), rest)
+    return _start_embedded([first, *rest])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Driver of a run on Ray, which runs the trainer and shows events."""
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from steadfast.errors import SteadfastError, TrainingError, UsageError, shortene
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.backend import RuntimeConfig, SlotConfig
 from steadfast.orchestration.coordinator import Coordinator
+from steadfast.orchestration.fork_worker import python_of_cluster
 from steadfast.orchestration.internals import dead_processes, is_embedded, without_idle_actors
 from steadfast.orchestration.internals.slots import (
     InlineFunction,
@@ -44,6 +46,7 @@ _ASK_S = 1.0  # time between two checks of a cluster's head
 _AWAY_S = 15.0  # a head that does not answer for this time counts as dead; Ray ends the cluster's workers after 60 s
 _SAVE_S = 30.0  # time for the workers to write a checkpoint after a part of Ray has died
 _REMEDY = "Give the same command again: it goes on from the newest checkpoint. -v shows Ray's own messages"
+_OWN_PYTHON = {"conda", "container", "image_uri", "pip", "py_executable", "uv"}  # keys that choose another Python
 _CLOSE_S = 30.0  # time for the last events to reach storage
 
 
@@ -151,11 +154,25 @@ def build_trainer(
             placement_strategy=scaling.placement.upper(),
             label_selector=dict(scaling.label_selector) or None,
         ),
-        run_config=_run_config(mode, config.recovery.max_failures, directory),
+        run_config=_run_config(mode, config.recovery.max_failures, directory, _runtime_env(mode, config)),
     )
 
 
-def _run_config(mode: RecoveryMode, max_failures: int, directory: RunDirectory) -> RunConfig:
+def _runtime_env(mode: RecoveryMode, config: Config) -> dict[str, Any]:
+    """Return the runtime environment of workers, beside that of the run."""
+    # A server would import packages before `cluster.pip` has installed others. Without `py_modules`, Python could not
+    # find the program that starts a fork.
+    given = ray.get_runtime_context().runtime_env
+    if sys.platform != "linux" or mode.ray_restarts or config.cluster.pip:
+        return {}
+    if "py_modules" not in given or _OWN_PYTHON & given.keys():
+        return {}
+    return {"py_executable": python_of_cluster(config.scaling.cpus_per_worker)}
+
+
+def _run_config(
+    mode: RecoveryMode, max_failures: int, directory: RunDirectory, runtime_env: dict[str, Any] | None = None
+) -> RunConfig:
     files, path = arrow_filesystem(directory.store)
     folder, _, name = path.rpartition("/")
     if not mode.ray_restarts:
@@ -165,6 +182,7 @@ def _run_config(mode: RecoveryMode, max_failures: int, directory: RunDirectory) 
         storage_path=folder,
         storage_filesystem=files,
         failure_config=FailureConfig(max_failures=max_failures),
+        worker_runtime_env=runtime_env,
         checkpoint_config=CheckpointConfig(),  # keeps all checkpoints, because the run deletes old ones itself
     )
 

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import uuid
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -92,8 +93,8 @@ def forked_workers(num_threads: int, verbose: bool) -> Iterator[None]:
     # Ray appends this name to a folder, so an absolute path replaces the whole path.
     stock = ray_constants.SETUP_WORKER_FILENAME
     ray_constants.SETUP_WORKER_FILENAME = fork_worker.__file__
-    _fork_server = ForkServer(num_threads, verbose)
-    os.environ[fork_worker.ADDRESS_VARIABLE] = _fork_server.address
+    address = os.environ[fork_worker.ADDRESS_VARIABLE] = f"steadfast-{uuid.uuid4().hex}"
+    _fork_server = ForkServer(num_threads, address, verbose=verbose)
     try:
         yield
     except BaseException:
