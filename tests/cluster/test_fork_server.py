@@ -36,6 +36,7 @@ print(json.dumps({
     "descriptors": sorted(int(each) for each in os.listdir("/proc/self/fd")),
     "main": sys.modules["__main__"].__file__,
     "pid": os.getpid(),
+    "group": os.getpgrp(),
     "parent": os.getppid(),
 }), flush=True)
 time.sleep(float(os.environ.get("SLEEP_S", "0")))
@@ -91,6 +92,7 @@ def test_a_worker_runs_as_if_the_raylet_had_started_it(raylet: Raylet, tmp_path:
     assert (found["variable"], found["folder"]) == ("7", str(tmp_path))
     assert found["main"] == str(tmp_path / "default_worker.py")
     assert not {signal.SIGTERM, signal.SIGINT} & set(found["blocked"]), "which the server blocks"
+    assert found["group"] == found["pid"], "whose processes the raylet ends with the worker"
     assert found["descriptors"][:3] == [0, 1, 2]
     assert len(found["descriptors"]) == 4, "the fourth lists them"
 

@@ -25,11 +25,19 @@ def descendants(root: int | None = None) -> dict[int, str]:
         with contextlib.suppress(OSError):  # it has just ended
             state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
-                parents[entry] = int(parent)
+                parents[entry] = _raylet_of(entry) or int(parent)
     found = [root or os.getpid()]
     for pid in found:  # grows while it is walked
         found += [child for child, parent in parents.items() if parent == pid]
     return {pid: _title(pid) for pid in sorted(found[1:])}
+
+
+def _raylet_of(pid: int) -> int | None:
+    """Return the raylet of a fork server, whose parent has ended with the first worker of the node."""
+    if "orchestration.fork_server" not in _title(pid):
+        return None
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return next((int(each.partition("=")[2]) for each in variables if each.startswith("RAY_RAYLET_PID=")), None)
 
 
 def end(pids: list[int]) -> None:

@@ -241,6 +241,7 @@ def _run_worker(request: dict[str, Any]) -> None:
     for number, stream in enumerate(request[STREAMS]):
         os.dup2(stream, number)
         os.close(stream)
+    os.setpgid(0, 0)  # at the end of a worker, the raylet ends all processes of the worker's group
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
