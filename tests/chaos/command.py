@@ -126,8 +126,8 @@ class Matrix:
         for each in references:
             if not each.finish():
                 raise TrainingError(f"the undisturbed run failed: see {each.contender.folder}.log")
-        equal = partial(_equal, partial(self._weights, "undisturbed"), partial(self._weights, OURS))
-        rows = ours.end(self._planned, equal)
+        mine, alone = (partial(committed_weights, self.folder / name, NUM_STEPS) for name in (OURS, "undisturbed"))
+        rows = ours.end(partial(planned_lines, self.config, NUM_STEPS), partial(_equal, alone, mine))
         for rival in rivals:
             rows += self._end(rival, undisturbed)
         for other in (
@@ -157,7 +157,7 @@ class Matrix:
         return self._end(drills, undisturbed)
 
     def _end(self, rival: Drills, undisturbed: Path) -> list[Row]:
-        equal = partial(_equal, partial(_final, undisturbed), partial(_final, rival.contender.folder))
+        equal = partial(_equal, partial(final_weights, undisturbed), partial(final_weights, rival.contender.folder))
         return rival.end(partial(_committed, undisturbed), equal)
 
     def _say(self, text: str) -> None:
@@ -174,30 +174,37 @@ class Matrix:
         path.write_bytes(pickle.dumps(job))
         return path
 
-    def _planned(self) -> dict[int, Line]:
-        """What the ledger of ours has to say, from the seed alone."""
-        size, seed = self.config.batch.global_size, self.config.run.seed
-        order = SampleOrder(len(build_dataset(self.config.data)), self.config.data.held_out_fraction, seed)
-        lines = {}
-        for step in range(1, NUM_STEPS + 1):
-            positions = np.arange((step - 1) * size, step * size)
-            digest = samples_digest(order.train(positions), positions, seed)
-            lines[step] = {"step": step, "num_samples": size, "samples_digest": f"{digest:016x}"}
-        return lines
 
-    def _weights(self, name: str) -> dict[str, Tensor]:
-        """Of the last checkpoint of one of our runs."""
-        return read_whole(Catalog(LocalStore(self.folder / name)), NUM_STEPS)
+def planned_lines(config: Config, num_steps: int) -> dict[int, Line]:
+    """Return what the ledger of ours has to say, from the seed alone."""
+    size, seed = config.batch.global_size, config.run.seed
+    order = SampleOrder(len(build_dataset(config.data)), config.data.held_out_fraction, seed)
+    lines = {}
+    for step in range(1, num_steps + 1):
+        positions = np.arange((step - 1) * size, step * size)
+        digest = samples_digest(order.train(positions), positions, seed)
+        lines[step] = {"step": step, "num_samples": size, "samples_digest": f"{digest:016x}"}
+    return lines
+
+
+def committed_weights(folder: Path, num_steps: int) -> dict[str, Tensor]:
+    """Return the weights of the last checkpoint of one of our runs."""
+    return read_whole(Catalog(LocalStore(folder)), num_steps)
+
+
+def final_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights that a baseline has trained."""
+    weights: dict[str, Tensor] = torch.load(folder / "final.pt")
+    return weights
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest difference of a weight."""
+    return float(max((value - other[name]).abs().max().item() for name, value in one.items()))
 
 
 def _equal(one: Callable[[], dict[str, Tensor]], other: Callable[[], dict[str, Tensor]]) -> bool:
-    weights = other()
-    return max((value - weights[name]).abs().max().item() for name, value in one().items()) <= _EQUAL
-
-
-def _final(folder: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = torch.load(folder / "final.pt")
-    return weights
+    return largest_difference(one(), other()) <= _EQUAL
 
 
 def _committed(folder: Path) -> dict[int, Line]:

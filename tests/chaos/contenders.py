@@ -152,10 +152,10 @@ class Agents(Contender):
         agent.wait()
 
 
-def ours(words: list[str], folder: Path, bed: Any, pace_file: str) -> Contender:
+def ours(words: list[str], folder: Path, bed: Any, pace_file: str, run: str = OURS) -> Contender:
     task = f'task={{target: "tests.support.pace:Paced", args: {{file: "{pace_file}"}}}}'
-    place = [f"run.storage={folder}", f"run.name={OURS}", f"cluster.address={bed.address}"]
-    return Contender(OURS, folder / OURS, ("main.py", *words, task, *place), "ray::SlotWorker", bed, "Coordinator")
+    place = [f"run.storage={folder}", f"run.name={run}", f"cluster.address={bed.address}"]
+    return Contender(OURS, folder / run, ("main.py", *words, task, *place), "ray::SlotWorker", bed, "Coordinator")
 
 
 def ours_undisturbed(words: list[str], folder: Path) -> Contender:

@@ -1,6 +1,7 @@
 """`chaos`: inject every fault into this application, stock Ray Train and torchrun."""
 
-from argparse import ArgumentParser, Namespace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from steadfast.commands.options import add_config_arguments, read_config, run_on_cluster
 from steadfast.errors import UsageError
@@ -10,6 +11,17 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config_arguments(parser)
     minutes = "start no fault later than this many minutes (default 4.1); 12 is enough for all faults"
     parser.add_argument("--minutes", type=float, default=4.1, metavar="N", help=minutes)
+    storm = "instead: random faults, the same for all contenders, one contender after another; logs go to runs/storm"
+    parser.add_argument("--storm", action="store_true", help=storm)
+    parser.add_argument("--mean", type=_seconds, default=15.0, metavar="15s", help="mean time between its faults")
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of a time as in 15s, 2m or 20."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m)?", text)
+    if match is None or float(match[1]) == 0:
+        raise ArgumentTypeError(f"{text!r} is no time; give seconds or minutes, for example 15s or 2m")
+    return float(match[1]) * (60 if match[2] == "m" else 1)
 
 
 def run(options: Namespace) -> int:
@@ -21,9 +33,12 @@ def run(options: Namespace) -> int:
     try:
         # Chaos is a test of the program and no part of a run, so it belongs to the tests, which are not in a wheel.
         from tests.chaos.command import chaos
+        from tests.chaos.storm import storm
     except ModuleNotFoundError as error:
         # Any other missing module is an import of chaos itself, in a checkout that lacks a package.
         if error.name not in ("tests", "tests.chaos", "tests.chaos.command"):
             raise
         raise UsageError("chaos needs a checkout of the repository: tests/chaos is not part of a package") from error
+    if options.storm:
+        return storm(options.config, options.words, options.mean)
     return chaos(options.config, options.words, options.minutes)
