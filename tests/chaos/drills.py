@@ -144,7 +144,7 @@ class Drills:
             self.say(f"{name}: {fault.name}")
             attempt = self.stream.read()[-1]["attempt"]
             fault_s = time.time()
-            self._inflict(fault)
+            inflict(self.contender, fault.name)
             if not self._settled(fault_s, attempt if fault.new_attempt else 0.0, _RECOVER_S, _SETTLED):
                 return self._ended(fault)
             until_s = time.time()
@@ -169,32 +169,6 @@ class Drills:
     def _start(self) -> None:
         self._started_s = time.time()
         self.contender.start()
-
-    def _inflict(self, fault: Fault) -> None:
-        pids = self.contender.worker_pids()
-        match fault.name:
-            case "kill worker":
-                _signal(pids[:1], signal.SIGKILL)
-            case "kill all":
-                _signal(pids, signal.SIGKILL)
-            case "kill last holder":
-                _signal(pids[:1], signal.SIGKILL)
-                time.sleep(_ALONE_S)  # whoever starts in its place has nothing yet
-                _signal(pids[1:], signal.SIGKILL)
-            case "kill node":
-                self.contender.replace_node()
-            case "kill coordinator":
-                _signal(self.contender.coordinator_pids(), signal.SIGKILL)
-            case "hang":
-                _signal(pids[:1], signal.SIGSTOP)
-            case "slow worker":
-                _slow(pids[:1])
-            case "grow":
-                self.contender.add()
-            case "drain":
-                self.contender.drain(NOTICE_S)
-            case "shrink":
-                self.contender.remove()
 
     def _settled(self, since_s: float, after_attempt: float, patience_s: float, num_steps: int) -> bool:
         """Waits until an attempt with a worker on every node has gone some steps beyond what there was before."""
@@ -221,6 +195,34 @@ class Drills:
                 return condition()
             time.sleep(_POLL_S)
         return True
+
+
+def inflict(contender: Contender, fault: str) -> None:
+    """Do a fault to a contender."""
+    pids = contender.worker_pids()
+    match fault:
+        case "kill worker":
+            _signal(pids[:1], signal.SIGKILL)
+        case "kill all":
+            _signal(pids, signal.SIGKILL)
+        case "kill last holder":
+            _signal(pids[:1], signal.SIGKILL)
+            time.sleep(_ALONE_S)  # whoever starts in its place has nothing yet
+            _signal(pids[1:], signal.SIGKILL)
+        case "kill node":
+            contender.replace_node()
+        case "kill coordinator":
+            _signal(contender.coordinator_pids(), signal.SIGKILL)
+        case "hang":
+            _signal(pids[:1], signal.SIGSTOP)
+        case "slow worker":
+            _slow(pids[:1])
+        case "grow":
+            contender.add()
+        case "drain":
+            contender.drain(NOTICE_S)
+        case "shrink":
+            contender.remove()
 
 
 def _signal(pids: list[int], number: signal.Signals) -> None:

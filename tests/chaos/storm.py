@@ -20,11 +20,11 @@ from steadfast.errors import TrainingError
 from tests.chaos import contenders
 from tests.chaos.command import committed_weights, final_weights, largest_difference, planned_lines
 from tests.chaos.contenders import OURS, Contender
-from tests.chaos.drills import Stream
+from tests.chaos.drills import Stream, inflict
 from tests.chaos.loop import Job
-from tests.chaos.matrix import NOTICE_S, PACE_S, SNAPSHOT_STEPS, TRAINING
+from tests.chaos.matrix import PACE_S, SNAPSHOT_STEPS, TRAINING
 from tests.chaos.report import strayed
-from tests.chaos.weather import Storm, Strike, notices, poisson
+from tests.chaos.schedules import Storm, Strike, notices, poisson
 from tests.support import processes
 from tests.support.bed import Bed
 from tests.support.history import History
@@ -39,51 +39,51 @@ _POLL_S = 0.02
 _LONGEST = 6.0  # times an undisturbed run, after which a contender is stopped
 _START_S, _END_S = 120.0, 60.0
 _EQUAL = 1e-10  # largest difference between fp64 weights
-_COLUMNS = {
-    "storm": "",
-    "contender": "",
-    "wall_s": "time from the first step to the last",
-    "ettr": "effective training time ratio: steps x time of an undisturbed step / wall_s",
-    "num_faults": "faults that struck meanwhile",
-    "num_attempts": "worlds that have trained",
-    "num_commands": "times that the command was given",
-    "executed_steps": "",
-    "wasted_steps": "steps done again",
-    "wasted_worker_s": "worker-seconds of these",
-    "mean_step_time_s": "median of a step with all workers",
-    "e2e_time": "time from the command to the last step",
-    "worker_s": "workers x e2e_time",
-    "samples_strayed": "samples lost or used twice",
-    "difference": "largest difference of a weight to an undisturbed run",
-}
+_COLUMNS = (
+    "storm",
+    "contender",
+    "wall_s",
+    "ettr",
+    "num_faults",
+    "num_attempts",
+    "num_commands",
+    "executed_steps",
+    "wasted_steps",
+    "wasted_worker_s",
+    "mean_step_time_s",
+    "e2e_time",
+    "worker_s",
+    "samples_strayed",
+    "difference",
+)
 
 
 @dataclass
 class Outcome:
-    """What a storm has made of a contender. None is what cannot be told, because it did not reach its last step."""
+    """What a storm has made of a contender. Some figures are None if the contender did not reach its last step."""
 
     contender: str
     storm: str
     num_steps: int
-    wall_s: float
-    ettr: float | None
+    wall_s: float  # from the first step to the last
+    ettr: float | None  # effective training time ratio: steps x time of an undisturbed step / wall_s
     num_faults: int
-    num_attempts: int
-    num_commands: int
+    num_attempts: int  # worlds that have trained
+    num_commands: int  # times that the command was given
     executed_steps: int
-    wasted_steps: int
+    wasted_steps: int  # steps done again
     wasted_worker_s: float
-    mean_step_time_s: float
-    e2e_time: float
-    worker_s: float
-    samples_strayed: int | None = None
-    difference: float | None = None
+    mean_step_time_s: float  # median of a step with all workers
+    e2e_time: float  # from the command to the last step
+    worker_s: float  # workers x e2e_time
+    samples_strayed: int | None = None  # samples lost or used twice
+    difference: float | None = None  # largest difference of a weight to an undisturbed run
     strikes: list[tuple[float, str]] = field(default_factory=list)
     progress: list[tuple[float, int]] = field(default_factory=list)  # seconds since the command, and the step
     note: str = ""
 
 
-class Weathered:
+class StormRun:
     """A contender on its way through a storm.
 
     Args:
@@ -136,21 +136,12 @@ class Weathered:
     def _strike(self, strike: Strike) -> None:
         self._say(f"{self.contender.name}: step {self._newest}: {strike.fault}")
         self._struck.append((time.time(), strike.fault))
-        pids = self.contender.worker_pids()
-        match strike.fault:
-            case "kill worker":
-                for pid in pids[:1]:
-                    processes.send(pid, signal.SIGKILL)
-            case "hang":
-                for pid in pids[:1]:
-                    processes.send(pid, signal.SIGSTOP)
-            case "exception":
-                self._pace.with_suffix(".raise").touch()
-            case "kill node":
-                self.contender.replace_node()
-            case "drain":
-                self.contender.drain(NOTICE_S)
-                self.contender.add()
+        if strike.fault == "exception":
+            self._pace.with_suffix(".raise").touch()
+            return
+        inflict(self.contender, strike.fault)
+        if strike.fault == "drain":
+            self.contender.add()
 
     def _finish(self) -> None:
         set_pace(self._pace, None)
@@ -242,7 +233,7 @@ class _Table:
                 with Bed(_NUM_WORKERS) as bed:
                     contender = self._contender(name, f"{name.lower().replace(' ', '-')}-{number}", bed)
                     self.say(f"{name} starts; {storm.name}")
-                    outcome = Weathered(contender, self._pace(contender), self.say).run(storm, NUM_STEPS)
+                    outcome = StormRun(contender, self._pace(contender), self.say).run(storm, NUM_STEPS)
                 self.say(f"{name}: {outcome.wall_s:.0f} s from the first step to the last")
                 if outcome.ettr is not None:
                     self._compare(outcome, contender)
@@ -300,7 +291,7 @@ def _contenders_of(storm: Storm) -> list[str]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    rows = [tuple(_COLUMNS)]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     for outcome in outcomes:
         values = asdict(outcome)
         rows.append(tuple(_shown(values[name]) for name in _COLUMNS))

@@ -15,8 +15,8 @@ import pytest
 
 from steadfast.commands.chaos import _seconds
 from tests.chaos.contenders import OURS
-from tests.chaos.storm import Outcome, Weathered, broken, table
-from tests.chaos.weather import MIX, Storm, notices, poisson, uniform
+from tests.chaos.schedules import MIX, Storm, notices, poisson, uniform
+from tests.chaos.storm import Outcome, StormRun, broken, table
 
 GOOD = Outcome(OURS, "Poisson, mean 15 s", 600, 70.0, 0.9, 5, 9, 1, 601, 1, 0.2, 0.1, 80.0, 160.0, 0, 1e-16)
 
@@ -48,15 +48,15 @@ def lines(*steps: tuple[int, float, int, int]) -> list[dict[str, Any]]:
     return [dict(zip(names, step, strict=True)) for step in steps]
 
 
-def weathered(folder: Path, ledger: list[dict[str, Any]]) -> Weathered:
+def storm_run(folder: Path, ledger: list[dict[str, Any]]) -> StormRun:
     (folder / "steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in ledger))
     contender: Any = SimpleNamespace(name="torchrun", folder=folder)
-    return Weathered(contender, folder / "pace", print)
+    return StormRun(contender, folder / "pace", print)
 
 
 def test_an_outcome_counts_wasted_steps_and_relates_the_time_to_that_of_undisturbed_steps(tmp_path: Path) -> None:
     ledger = lines((1, 10.0, 1, 2), (2, 11.0, 1, 2), (3, 12.0, 1, 2), (2, 20.0, 2, 1), (3, 22.0, 2, 1), (4, 23.0, 3, 2))
-    outcome = weathered(tmp_path, ledger)._outcome(poisson(15.0), 4, began_s=5.0)
+    outcome = storm_run(tmp_path, ledger)._outcome(poisson(15.0), 4, began_s=5.0)
     assert (outcome.executed_steps, outcome.wasted_steps, outcome.num_attempts) == (6, 2, 3)
     assert outcome.mean_step_time_s == 1.0, "of steps with all workers"
     assert (outcome.wall_s, outcome.e2e_time, outcome.worker_s) == (13.0, 18.0, 36.0)
@@ -65,7 +65,7 @@ def test_an_outcome_counts_wasted_steps_and_relates_the_time_to_that_of_undistur
 
 
 def test_an_outcome_before_the_last_step_has_no_ratio(tmp_path: Path) -> None:
-    outcome = weathered(tmp_path, lines((1, 10.0, 1, 2), (2, 11.0, 1, 2)))._outcome(poisson(15.0), 4, began_s=5.0)
+    outcome = storm_run(tmp_path, lines((1, 10.0, 1, 2), (2, 11.0, 1, 2)))._outcome(poisson(15.0), 4, began_s=5.0)
     assert outcome.ettr is None
     assert outcome.note == "stopped at step 2"
     assert "stopped at step 2" in table([outcome])

@@ -13,7 +13,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=4.1, metavar="N", help=minutes)
     storm = "instead: random faults, the same for all contenders, one contender after another; logs go to runs/storm"
     parser.add_argument("--storm", action="store_true", help=storm)
-    parser.add_argument("--mean", type=_seconds, default=15.0, metavar="15s", help="mean time between its faults")
+    parser.add_argument("--mean", type=_seconds, default=15.0, metavar="15s", help="mean time between two of them")
 
 
 def _seconds(text: str) -> float:

@@ -44,7 +44,7 @@ _RAY_AND_STEADFAST = (
 _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
 _REQUEST_S = 10.0  # time to receive a request
 _IDLE_S = 60.0  # time without a worker after which the server of a cluster's node ends
-_NO_JOB = {"RAY_JOB_ID": "ffffffff"}
+_NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # Ray's id of no job
 # The folder of this package comes first, as in the command.
 _PROGRAM = f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}; from {__name__} import main; main()"
 
@@ -55,8 +55,8 @@ class ForkServer:
     Args:
         num_threads: number of threads for a worker's operations on the CPU.
         address: name of the server's abstract Unix socket.
-        raylet: process id of a raylet with which the server ends, if not before for want of workers. Without it the
-            server ends with this process.
+        raylet: process id of a raylet. The server ends with the raylet, or after a minute without workers. Without a
+            raylet, the server ends with this process.
         verbose: whether to show what the imported libraries print.
 
     Raises:
@@ -173,7 +173,7 @@ class _Server:
         self._num_workers -= 1
         self._selector.unregister(process)
         os.close(process)
-        with contextlib.suppress(KeyError):  # `_kill` has unregistered it
+        with contextlib.suppress(KeyError):  # `_kill` has unregistered the connection
             self._selector.unregister(connection)
         with contextlib.suppress(OSError):
             connection.sendall(b"%d" % os.waitstatus_to_exitcode(status))
@@ -237,7 +237,7 @@ def _report_of_fork() -> bytes:
 
 
 def _run_worker(request: dict[str, Any]) -> None:
-    """Run the script of a worker in this process, as the program that has asked for it would."""
+    """Run the script of a worker in this process, with the settings of the program that has asked for the worker."""
     for number, stream in enumerate(request[STREAMS]):
         os.dup2(stream, number)
         os.close(stream)

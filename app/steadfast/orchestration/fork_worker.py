@@ -40,7 +40,7 @@ def python_of_cluster(num_threads: int) -> str:
 
 
 def _context_of(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the context of a runtime environment, and the other arguments, from those of `setup_worker.py`."""
+    """Split the arguments of `setup_worker.py` into the context of a runtime environment and the worker's arguments."""
     context: dict[str, Any] = {}
     rest = []
     for argument in arguments:
@@ -54,7 +54,7 @@ def _context_of(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _variables_of(context: dict[str, Any]) -> dict[str, str] | None:
-    """Return the variables that a context sets, or None if it starts another program than this Python."""
+    """Return the variables that a context sets, or None if the context starts another program than this Python."""
     variables: dict[str, str] = context.pop("env_vars", {})
     own_python = context.pop("py_executable", sys.executable) == sys.executable
     # Ray replaces ${NAME} in variables.
@@ -75,7 +75,7 @@ def _request(arguments: list[str], variables: dict[str, str]) -> dict[str, Any]:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Return the user of the process at the other end."""
+    """Return the id of the user whose process is connected."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", peer)
     return int(user)

@@ -1,4 +1,4 @@
-"""Storms: when which fault strikes. Pure; the same seed gives the same storm to every contender."""
+"""Schedules of random faults, called storms. The same seed gives the same storm to every contender."""
 
 from __future__ import annotations
 
