@@ -187,6 +187,7 @@ def test_a_ray_that_is_embedded_is_told_to_stay_on_the_loopback(monkeypatch: pyt
     addresses: list[str] = []
     init = Mock(side_effect=lambda **given: addresses.append(resolve(given["_node_ip_address"])))
     monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(cluster, "forked_workers", Mock(return_value=contextlib.nullcontext()))
     config = parse_config("cluster: {address: local}")
     assert cluster.connect(config.cluster, config.scaling, verbose=True) == cluster.EMBEDDED
     assert addresses == ["127.0.0.1"]
@@ -205,6 +206,7 @@ def test_an_embedded_ray_has_a_worker_for_each_core_or_each_gpu_by_default(
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     monkeypatch.setattr("ray.init", start)
     monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(cluster, "forked_workers", Mock(return_value=contextlib.nullcontext()))
     config = parse_config("cluster: {address: local}")
     cluster.connect(config.cluster, config.scaling, verbose=True)
     gpus = cluster.gpus_per_worker(config.scaling, embedded=True)

@@ -23,6 +23,7 @@ ABOUT_MORE = {
     "test_odd_input": "damaged files, which every command that reads a run directory may meet",
     "test_pages": "docs/migrate, docs/defaults.md and docs/does_not_fit.md, with their programs",
     "test_spot_watcher": "cluster/spot_watcher.py",
+    "test_storm": "tests/chaos/storm.py and schedules.py, so that the published table stays right",
     "test_strangers": "run directories of another user, which every reading command may meet",
     "test_torch_internals": "private names of torch, which several modules use",
 }

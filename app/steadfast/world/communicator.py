@@ -100,7 +100,8 @@ def arrived(work: dist.Work, aborted: threading.Event) -> bool:
     # message, which would wait until the collective's time-out.
     while not (work.is_completed() or aborted.is_set()):
         with contextlib.suppress(RuntimeError):  # incomplete, or failed, which `work.wait` raises again
-            work.wait(_LOOK)
+            if work.wait(_LOOK):
+                break
     return not aborted.is_set()
 
 
