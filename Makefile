@@ -21,11 +21,12 @@ PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 	$(PIP_INSTALL) -e .
 	@touch $@
 
-# Streaming with the packages that read shards. All of its requirements would bring older numpy and transformers.
-STREAMING := mosaicml-streaming brotli catalogue cramjam python-snappy zstd
+# Streaming with the packages that read shards, and torchft. All of their requirements would bring other versions of
+# numpy, transformers and opentelemetry.
+WITHOUT_REQUIREMENTS := mosaicml-streaming brotli catalogue cramjam python-snappy zstd torchft
 .venv/.dev: pyproject.toml constraints.txt .venv/.train
 	$(PIP_INSTALL) -e ".[dev]"
-	$(PIP_INSTALL) --no-deps $(STREAMING)
+	$(PIP_INSTALL) --no-deps $(WITHOUT_REQUIREMENTS)
 	@touch $@
 
 .venv/.e2e: pyproject.toml constraints.txt .venv/.dev
@@ -74,7 +75,7 @@ test-newest:
 	$(PYTHON) -m venv .venv-newest
 	grep -vE '^(torch|torchvision|triton|nvidia-.*)==' constraints.txt > .venv-newest/constraints.txt
 	$(NEWEST)/pip install --quiet -c .venv-newest/constraints.txt -e ".[dev]"
-	$(NEWEST)/pip install --quiet -c .venv-newest/constraints.txt --no-deps $(STREAMING)
+	$(NEWEST)/pip install --quiet -c .venv-newest/constraints.txt --no-deps $(WITHOUT_REQUIREMENTS)
 	$(NEWEST)/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/python -m pytest $(PARALLEL) tests/unit -m "not slow"
 	$(NEWEST)/python -m pytest $(PARALLEL) tests/dist -m "not slow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -12,10 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from steadfast.errors import UsageError
 from tests.chaos.matrix import FAULTS, LIMIT_S, Fault
 from tests.support import processes
 
-OURS, RAY_TRAIN, TORCHRUN = "steadfast", "Ray Train", "torchrun"
+OURS, RAY_TRAIN, TORCHRUN, TORCHFT = "steadfast", "Ray Train", "torchrun", "torchft"
+RAY_TORCHFT = f"{RAY_TRAIN}, TorchftConfig"
+# As in the README of torchft, except that a group is dead after a second of silence, not after five.
+LIGHTHOUSE = {"min_replicas": 1, "quorum_tick_ms": 100, "join_timeout_ms": 10000, "heartbeat_timeout_ms": 1000}
 _TORCHRUN = ("-m", "torch.distributed.run")
 _ALONE = (*_TORCHRUN, "--standalone", "--nproc-per-node", "1")
 _STANDALONE = (*_TORCHRUN, "--standalone", "--nproc-per-node", "2")
@@ -38,11 +43,13 @@ class Contender:
     coordinator: str = ""  # what the title of the process holds that decides for all
     faults: tuple[Fault, ...] = FAULTS
     environment: dict[str, str] = field(default_factory=dict)
+    start_nodes: int = 2
+    lost_node: int = -1  # place of the node that is lost, in the order of their starts
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
-        """The first time, or once more after it has failed; with two nodes."""
-        while self.bed and len(self.bed.nodes) < 2:
+        """The first time, or once more after it has failed; with as many nodes as at the start."""
+        while self.bed and len(self.bed.nodes) < self.start_nodes:
             self.bed.add()
         self._spawn()
 
@@ -62,9 +69,14 @@ class Contender:
         return [pid for pid, title in processes.descendants().items() if pid in own and self.coordinator in title]
 
     def replace_node(self) -> None:
-        """Kill all processes of the newest node at once. Another node takes its place."""
-        self.bed.kill(self.bed.nodes[-1])
+        """Kill all processes of a node at once. Another node takes its place."""
+        self.bed.kill(self.bed.nodes[self.lost_node])
         self.add()
+
+    def node_pids(self) -> list[int]:
+        """Return the processes of the node that can be lost."""
+        found: list[int] = self.bed.pids_of(self.bed.nodes[self.lost_node])
+        return found
 
     @property
     def num_nodes(self) -> int:
@@ -75,13 +87,13 @@ class Contender:
         self.bed.add()
 
     def drain(self, notice_s: float) -> None:
-        """Announces that the newest node goes, and takes it away when it was said to."""
-        until_s = self.bed.drain(self.bed.nodes[-1], notice_s)
+        """Announces that a node goes, and takes it away when it was said to."""
+        until_s = self.bed.drain(self.bed.nodes[self.lost_node], notice_s)
         time.sleep(until_s - time.time())
         self.remove()
 
     def remove(self) -> None:
-        self.bed.lose(self.bed.nodes[-1], graceful=True)
+        self.bed.lose(self.bed.nodes[self.lost_node], graceful=True)
 
     def code(self) -> int | None:
         """Its exit code once it has ended; of several processes the first one's."""
@@ -112,7 +124,7 @@ class Agents(Contender):
 
     def start(self) -> None:
         for _ in range(2):
-            self._spawn()
+            self.add()
 
     @property
     def num_nodes(self) -> int:
@@ -128,12 +140,15 @@ class Agents(Contender):
         """Return the agent that has the store in which all meet."""
         return [self.running[0].pid]
 
+    def node_pids(self) -> list[int]:
+        pid = self.running[-1].pid
+        return [pid, *processes.descendants(pid)]
+
     def replace_node(self) -> None:
-        agent = self.running.pop()
-        for pid in (agent.pid, *processes.descendants(agent.pid)):
+        for pid in self.node_pids():
             processes.send(pid, signal.SIGKILL)
-        agent.wait()
-        self._spawn()
+        self.running.pop().wait()
+        self.add()
 
     def add(self) -> None:
         self._spawn()
@@ -152,18 +167,56 @@ class Agents(Contender):
         agent.wait()
 
 
+class ReplicaGroups(Agents):
+    """torchft: an agent of torchrun for each replica group, and a lighthouse, which outlives all commands.
+
+    Args:
+        port: of the lighthouse.
+    """
+
+    port: int = 0
+    _lighthouse: subprocess.Popen[bytes] | None = None
+
+    def add(self) -> None:
+        """Start a replica group. Of two groups each keeps its number when its node is replaced."""
+        taken = {process.args[-1] for process in self.running}  # type: ignore[index]
+        self._spawn(min({"0", "1"} - taken))
+
+    def start(self) -> None:
+        if self._lighthouse is None:
+            settings = [word for name, value in LIGHTHOUSE.items() for word in (f"--{name}", str(value))]
+            program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+            self._lighthouse = subprocess.Popen(
+                [program, "--bind", f"127.0.0.1:{self.port}", *settings],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        super().start()
+
+    def code(self) -> int | None:
+        """Return the exit code of the last group to end. One that has ended alone is missed by no other one."""
+        codes = [process.poll() for process in self.running]
+        return None if None in codes else max(codes, key=abs, default=None)  # type: ignore[arg-type]
+
+    def stop(self) -> None:
+        super().stop()
+        if self._lighthouse is not None:
+            processes.end([self._lighthouse.pid])
+            self._lighthouse.wait()
+            self._lighthouse = None
+
+
 def ours(words: list[str], folder: Path, bed: Any, pace_file: str, run: str = OURS) -> Contender:
     task = f'task={{target: "tests.support.pace:Paced", args: {{file: "{pace_file}"}}}}'
     place = [f"run.storage={folder}", f"run.name={run}", f"cluster.address={bed.address}"]
     return Contender(OURS, folder / run, ("main.py", *words, task, *place), "ray::SlotWorker", bed, "Coordinator")
 
 
-def ours_undisturbed(words: list[str], folder: Path) -> Contender:
+def ours_undisturbed(words: list[str], folder: Path, run: str = "undisturbed") -> Contender:
     """The same loop without Ray, which starts sooner, in one worker: the result is that of any number of them."""
-    place = (f"run.storage={folder}", "run.name=undisturbed", "checkpoint.every=1 epochs")
-    return Contender(
-        f"{OURS}, undisturbed", folder / "undisturbed", (*_ALONE, "main.py", *words, *place), "name=undisturbed"
-    )
+    place = (f"run.storage={folder}", f"run.name={run}", "checkpoint.every=1 epochs")
+    return Contender(f"{OURS}, undisturbed", folder / run, (*_ALONE, "main.py", *words, *place), f"name={run}")
 
 
 def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
@@ -171,6 +224,8 @@ def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
 
     With "notice", all ranks ask in each step whether a node is about to go, and save once it is.
     """
+    if settings == "torchft":
+        _require_torchft()
     tuned = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(LIMIT_S),
@@ -182,17 +237,40 @@ def ray_train(job: Path, bed: Any, settings: str = "recommended") -> Contender:
     if settings == "default":
         return _by_default(found)
     found.environment = tuned
+    if settings == "torchft":
+        found.name = RAY_TORCHFT
     if settings == "notice":
         found.name = f"{RAY_TRAIN}, saves on notice"
         found.faults = tuple(fault for fault in FAULTS if fault.name == "drain")
     return found
 
 
-def torchrun(job: Path) -> Contender:
-    """Elastic, with time-outs a fraction of their defaults, so that the commonest faults cost it least."""
+def torchft(job: Path) -> Contender:
+    """Two replica groups of one worker, each restarted by an agent of its own, as torchft's launcher starts them."""
+    _require_torchft()
+    command = (*_TORCHRUN, "--standalone", "--nproc-per-node", "1", "--max-restarts", "100")
+    loop = ("-m", "tests.chaos.torchft_loop", str(job))
+    found = ReplicaGroups(TORCHFT, job.with_suffix(""), (*command, *loop), loop[1])
+    found.port = _free_port()
+    found.environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{found.port}"}
+    return found
+
+
+def _require_torchft() -> None:
+    if importlib.util.find_spec("torchft") is None:
+        raise UsageError("torchft is not installed; give `pip install --no-deps torchft==0.2.0`")
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def torchrun(job: Path) -> Contender:
+    """Elastic, with time-outs a fraction of their defaults, so that the commonest faults cost it least."""
+    port = _free_port()
     elastic = ("--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d")
     rendezvous = ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "chaos")
     swift = ("--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")

@@ -85,7 +85,7 @@ def train(
         ids = torch.tensor(list(sampler)[done * share : (done + 1) * share])
         parts = ids.split(size)
         for index, part in enumerate(parts):
-            pace(job.pace_file)
+            pace(job.pace_file, plain(model))
             inputs, targets = data.read_batch(part.numpy())
             with getattr(model, "no_sync", nullcontext)() if index < len(parts) - 1 else nullcontext():
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

@@ -1,7 +1,9 @@
 """The Ray Train baseline, after its guides on fault tolerance and elastic training, with the stock controller.
 
-`python -m tests.chaos.ray_loop JOB ADDRESS recommended|default`. Recommended: elastic between 1 and 3 workers,
-any number of failures, a checkpoint reported every few steps. Default: two workers, no failure survived, no checkpoint.
+`python -m tests.chaos.ray_loop JOB ADDRESS recommended|default|notice|torchft`. Recommended: elastic between 1 and 3
+workers, any number of failures, a checkpoint reported every few steps. Default: two workers, no failure survived, no
+checkpoint. Notice: as recommended, with a checkpoint when a node is about to go. torchft: two replica groups of one
+worker, each of which is restarted alone, with torchft's loop.
 """
 
 from __future__ import annotations
@@ -18,13 +20,19 @@ import torch
 import torch.distributed as dist
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
+from ray.train.v2.torch.torchft_config import TorchftConfig
 from torch import nn
 
+from tests.chaos import torchft_loop
+from tests.chaos.contenders import LIGHTHOUSE
 from tests.chaos.loop import Job, State, train
 from tests.chaos.matrix import LIMIT_S
 
 
 def train_loop(settings: dict[str, Any]) -> None:
+    if settings["has_replica_groups"]:
+        torchft_loop.train(settings["job"], ray.train.get_context().get_world_rank())
+        return
     restored = None
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
@@ -57,15 +65,17 @@ def train_loop(settings: dict[str, Any]) -> None:
 
 def main(job_file: str, address: str, settings: str) -> None:
     job: Job = pickle.loads(Path(job_file).read_bytes())
-    tuned = settings != "default"
+    tuned, grouped = settings != "default", settings == "torchft"
     # What the controller reads, and Ray does not hand on to it: a worker that is silent cannot leave its group either.
     patience = {"TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": str(LIMIT_S)} if tuned else {}
     ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": patience})
     TorchTrainer(
         train_loop,
-        train_loop_config={"job": job, "heeds_notice": settings == "notice"},
+        train_loop_config={"job": job, "heeds_notice": settings == "notice", "has_replica_groups": grouped},
+        torch_config=TorchftConfig(lighthouse_kwargs=LIGHTHOUSE, backend="gloo") if grouped else None,
         scaling_config=ScalingConfig(
-            num_workers=(1, 3) if tuned else 2,
+            num_workers=(1, 3) if tuned and not grouped else 2,
+            resources_per_worker={"CPU": 1, "node": 1},
             elastic_resize_monitor_interval_s=1.0 if tuned else 60.0,
         ),
         run_config=RunConfig(

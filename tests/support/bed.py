@@ -18,12 +18,16 @@ _STORE_BYTES = 80 * 2**20  # nothing large travels through Ray's object store
 
 
 class Bed:
-    """A head that trains nothing, and nodes with room for one worker each."""
+    """A head that trains nothing, and nodes with room for one worker each.
 
-    def __init__(self, num_nodes: int) -> None:
+    Args:
+        head_cpus: cores of the head, for actors that Ray places there. A worker that must not use them asks for `node`.
+    """
+
+    def __init__(self, num_nodes: int, head_cpus: int = 0) -> None:
         # It tells that there is another cluster on this machine, to which nobody is to connect without its address.
         logging.getLogger("ray").setLevel(logging.WARNING)
-        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes: list[str] = []
         for _ in range(num_nodes):
@@ -36,7 +40,7 @@ class Bed:
     def add(self, ip: str | None = None) -> str:
         """Returns the id of the new node, which has an address of its own if one is given."""
         address = {} if ip is None else {"node_ip_address": ip}
-        node = self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES, **address)
+        node = self._cluster.add_node(num_cpus=1, resources={"node": 1}, object_store_memory=_STORE_BYTES, **address)
         self.nodes.append(str(node.node_id))
         return self.nodes[-1]
 
@@ -48,10 +52,13 @@ class Bed:
 
     def kill(self, node_id: str) -> None:
         """Kill all processes of a node at once."""
-        node = next(node for node in self._cluster.worker_nodes if node.node_id == node_id)
-        for pid in self._below(node):
+        for pid in self.pids_of(node_id):
             processes.send(pid, signal.SIGKILL)
         self.lose(node_id)
+
+    def pids_of(self, node_id: str) -> list[int]:
+        """Return the processes of a node."""
+        return self._below(next(node for node in self._cluster.worker_nodes if node.node_id == node_id))
 
     def pids(self) -> set[int]:
         """Return the processes of all nodes."""

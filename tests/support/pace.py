@@ -2,6 +2,7 @@
 
 On two cores it would otherwise be the training, and not the recovery beside it, that decides how long a process takes
 to start. A file says how much longer each training forward of a contender lasts; without it, it runs at full speed.
+A file beside it with another suffix is a fault for one process: `.raise` an exception, `.flip` a wrong bit in a weight.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from steadfast.injection.flips import flip_bit
 from steadfast.tasks import LanguageModeling, Sums
+
+_FLIPPED_WEIGHT = 5  # a parameter that each sample uses
+_FLIPPED_BIT = 51  # of fp64: the highest one of the fraction
 
 
 class Paced(LanguageModeling):
@@ -23,18 +28,27 @@ class Paced(LanguageModeling):
         self._file = file
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-        pace(self._file)
+        pace(self._file, model)
         return super().loss(model, batch)
 
 
-def pace(file: str) -> None:
+def pace(file: str, model: nn.Module) -> None:
     """Wait for as long as the file says."""
     if torch.is_grad_enabled() and Path(file).exists():
-        with suppress(FileNotFoundError):
-            Path(file).with_suffix(".raise").unlink()  # one process removes it
+        if _takes(Path(file).with_suffix(".raise")):
             raise ValueError("a bug in the training loop")
+        if _takes(Path(file).with_suffix(".flip")):
+            flip_bit(list(model.parameters())[_FLIPPED_WEIGHT], 0, _FLIPPED_BIT)
         with suppress(OSError, ValueError):  # it is gone by now
             time.sleep(float(Path(file).read_text()))
+
+
+def _takes(file: Path) -> bool:
+    """Return whether this process, and no other, has removed the file."""
+    with suppress(FileNotFoundError):
+        file.unlink()
+        return True
+    return False
 
 
 def set_pace(file: Path, seconds: float | None) -> None:

@@ -9,11 +9,11 @@ from steadfast.errors import UsageError
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config_arguments(parser)
-    minutes = "start no fault later than this many minutes (default 4.1); 12 is enough for all faults"
-    parser.add_argument("--minutes", type=float, default=4.1, metavar="N", help=minutes)
-    storm = "instead: random faults, the same for all contenders, one contender after another; logs go to runs/storm"
+    minutes = "start nothing later than this many minutes: 4.1 by default, 12 for all faults; with --storm 13 and 120"
+    parser.add_argument("--minutes", type=float, metavar="N", help=minutes)
+    storm = "random faults instead, the same for all contenders, one after another; table and logs go to runs/storm"
     parser.add_argument("--storm", action="store_true", help=storm)
-    parser.add_argument("--mean", type=_seconds, default=15.0, metavar="15s", help="mean time between two of them")
+    parser.add_argument("--mean", type=_seconds, default=15.0, metavar="15s", help="mean time between random faults")
 
 
 def _seconds(text: str) -> float:
@@ -40,5 +40,5 @@ def run(options: Namespace) -> int:
             raise
         raise UsageError("chaos needs a checkout of the repository: tests/chaos is not part of a package") from error
     if options.storm:
-        return storm(options.config, options.words, options.mean)
-    return chaos(options.config, options.words, options.minutes)
+        return storm(options.config, options.words, options.mean, options.minutes or 13.0)
+    return chaos(options.config, options.words, options.minutes or 4.1)

@@ -1,0 +1,145 @@
+"""The table of the storms as text, and the page with its picture."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.chaos.storm import Outcome
+
+COLUMNS = (
+    "wall_s",
+    "ettr",
+    "num_faults",
+    "stall_s",
+    "num_attempts",
+    "num_commands",
+    "executed_steps",
+    "wasted_steps",
+    "wasted_worker_s",
+    "mean_step_time_s",
+    "step_overhead",
+    "e2e_time",
+    "worker_s",
+    "samples_strayed",
+    "difference",
+    "equal",
+)
+_REASONS = {
+    "step_overhead": "measured without faults only",
+    "stall_s": "no fault that is seen at once",
+}
+_COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#8d5a97", "#edae49", "#2e4057", "#a0785a")
+_WIDTH, _HEIGHT, _LEFT, _TOP = 860, 240, 60, 30
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return the table, with a reason for each figure that is missing."""
+    rows: list[tuple[str, ...]] = [("storm", "contender", *COLUMNS)]
+    for name, group in _storms(outcomes):
+        for index, outcome in enumerate(group):
+            rows.append(("" if index else name, outcome.contender, *_figures(outcome)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, "", *_notes(outcomes)])
+
+
+def page(outcomes: Sequence[Outcome], facts: Mapping[str, Any]) -> str:
+    """Return a page of HTML with a picture of each storm, the table and what it was made with."""
+    parts = [_STYLE, "<h1>The same work under the same faults</h1>"]
+    parts.append(f"<p>{html.escape(_facts(facts))}</p>")
+    for name, group in _storms(outcomes):
+        parts.append(f"<h2>{html.escape(name)}</h2>{picture(group)}{_html_table(group)}")
+    parts += [f"<p>{html.escape(note)}</p>" for note in _notes(outcomes)]
+    return "\n".join(parts)
+
+
+def picture(outcomes: Sequence[Outcome]) -> str:
+    """Return an SVG of one storm: the step over time, a line for each contender, with a tick for each fault."""
+    longest_s = max((at_s for outcome in outcomes for at_s, _ in outcome.progress), default=1.0) or 1.0
+    most = max(outcome.num_steps for outcome in outcomes)
+    height = _HEIGHT + _TOP + 40
+    shapes = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 20} {height}" '
+        'font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="white"/>'
+    ]
+
+    def place(at_s: float, step: float) -> tuple[float, float]:
+        return _LEFT + _WIDTH * at_s / longest_s, _TOP + _HEIGHT * (1 - step / most)
+
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        x, y = place(longest_s * share, most * share)
+        shapes.append(f'<path d="M{_LEFT} {y:.1f}H{_LEFT + _WIDTH}" stroke="#ddd"/>')
+        shapes.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{most * share:.0f}</text>')
+        shapes.append(
+            f'<text x="{x:.1f}" y="{_TOP + _HEIGHT + 16}" text-anchor="middle">{longest_s * share:.0f} s</text>'
+        )
+    for index, outcome in enumerate(outcomes):
+        colour = _COLOURS[index % len(_COLOURS)]
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in outcome.progress))
+        shapes.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        for at_s, fault in outcome.strikes:
+            x, y = place(min(at_s, longest_s), _step_at(outcome, at_s))
+            title = html.escape(f"{outcome.contender}: {fault}, {at_s:.0f} s")
+            shapes.append(
+                f'<path d="M{x:.1f} {y - 5:.1f}v10" stroke="{colour}" stroke-width="2"><title>{title}</title></path>'
+            )
+        shapes.append(
+            f'<text x="{_LEFT + 125 * index}" y="{_TOP - 12}" fill="{colour}">{html.escape(outcome.contender)}</text>'
+        )
+    return "".join([*shapes, "</svg>"])
+
+
+def _step_at(outcome: Outcome, at_s: float) -> int:
+    return max((step for time_s, step in outcome.progress if time_s <= at_s), default=0)
+
+
+def _storms(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    return [(name, list(group)) for name, group in groupby(outcomes, key=lambda outcome: outcome.storm)]
+
+
+def _figures(outcome: Outcome) -> list[str]:
+    return [_shown(getattr(outcome, column)) for column in COLUMNS]
+
+
+def _notes(outcomes: Sequence[Outcome]) -> list[str]:
+    notes = [f"{outcome.contender}, {outcome.storm}: {outcome.note}" for outcome in outcomes if outcome.note]
+    done = [outcome for outcome in outcomes if outcome.wall_s is not None]
+    for column, reason in _REASONS.items():
+        if any(getattr(outcome, column) is None for outcome in done):
+            notes.append(f"{column} -: {reason}")
+    return notes
+
+
+def _html_table(outcomes: Sequence[Outcome]) -> str:
+    head = "".join(f"<th>{column}</th>" for column in ("contender", *COLUMNS))
+    rows = []
+    for outcome in outcomes:
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (outcome.contender, *_figures(outcome)))
+        rows.append(f"<tr>{cells}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    return f"{facts['machine']}; {versions}; seed {facts['seed']}, a fault every {facts['mean_s']:g} s on average"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
+
+
+_STYLE = """<!doctype html><meta charset="utf-8"><title>Steadfast: storms</title>
+<style>body{font:14px sans-serif;margin:2em;max-width:1200px}table{border-collapse:collapse;font-size:12px}
+td,th{padding:2px 8px;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}svg{width:100%}
+</style>"""
