@@ -30,6 +30,7 @@ class Stream:
 
     def __init__(self, path: Path) -> None:
         self.lines: list[Line] = []
+        self.newest = 0  # step
         self._path, self._offset = path, 0
 
     def read(self) -> list[Line]:
@@ -39,7 +40,9 @@ class Stream:
                 whole = file.read().rpartition(b"\n")[0]
             if whole:
                 self._offset += len(whole) + 1
-                self.lines += [json.loads(line) for line in whole.splitlines()]
+                new = [json.loads(line) for line in whole.splitlines()]
+                self.lines += new
+                self.newest = max(self.newest, *(line["step"] for line in new))
         return self.lines
 
 

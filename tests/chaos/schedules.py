@@ -43,6 +43,7 @@ class Storm:
         gaps_s: draws the times between two faults, in seconds.
         faults: draws the faults.
         has_notice: whether nodes are taken away with notice.
+        is_calm: whether there are no faults at all.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Storm:
     gaps_s: Callable[[random.Random], Iterable[float]]
     faults: Callable[[random.Random], Iterable[str]]
     has_notice: bool = False
+    is_calm: bool = False
 
     def strikes(self, seed: int) -> Iterator[Strike]:
         """Yield faults in order of time."""
@@ -62,7 +64,7 @@ class Storm:
 
 def calm(num_steps: int) -> Storm:
     """Return a storm without faults."""
-    return Storm("no faults", num_steps, lambda _: (), _mixed)
+    return Storm("no faults", num_steps, lambda _: (), _mixed, is_calm=True)
 
 
 def poisson(mean_s: float, num_steps: int) -> Storm:

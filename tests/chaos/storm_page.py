@@ -126,7 +126,7 @@ def _html_table(outcomes: Sequence[Outcome]) -> str:
 
 def _facts(facts: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    return f"{facts['machine']}; {versions}; seed {facts['seed']}, a fault every {facts['mean_s']:g} s on average"
+    return f"{facts['machine']}; {versions}; seed {facts['seed']}"
 
 
 def _shown(value: object) -> str:

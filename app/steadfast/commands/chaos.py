@@ -33,7 +33,7 @@ def run(options: Namespace) -> int:
     try:
         # Chaos is a test of the program and no part of a run, so it belongs to the tests, which are not in a wheel.
         from tests.chaos.command import chaos
-        from tests.chaos.storm import storm
+        from tests.chaos.storm_runs import storm
     except ModuleNotFoundError as error:
         # Any other missing module is an import of chaos itself, in a checkout that lacks a package.
         if error.name not in ("tests", "tests.chaos", "tests.chaos.command"):

@@ -884,8 +884,9 @@ class RecomputeConfig(Section):
 
     every: Interval | None = None
     """how often, as in "100 steps", a second worker computes one microbatch again, to compare the gradients bit by bit:
-    a worker that computes wrongly is named and replaced, and its node gets no worker for a while; null for never. Needs
-    run.deterministic or run.exact, ddp with its own reducer, and workers with the same model of GPU or processor"""
+    a worker that computes wrongly is named and replaced, and its node gets no worker for a while; null for never. With
+    checkpoint.every a multiple of it, the step of each checkpoint is checked. Needs run.deterministic or run.exact, ddp
+    with its own reducer, and workers with the same model of GPU or processor"""
 
     @field_validator("every")
     @classmethod

@@ -36,6 +36,7 @@ _LOOPBACK = "127.0.0.1"
 _RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # so that relative paths mean the user's files
+    "RAY_kill_worker_timeout_milliseconds": "500",  # until a process that does not obey is killed
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # time to notice a dead worker; Ray's default is 2
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # Ray Train would write each printed line to its log a second time
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the coordinator watches for preemptions
