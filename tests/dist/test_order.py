@@ -28,7 +28,11 @@ HERE = "tests.dist.test_order"
 
 
 WEIGHTED = "data.order={target: 'tests.support.orders:Weighted'}"
-ORDERS = pytest.mark.parametrize("order", ["data.order=sequential", WEIGHTED], ids=["sequential", "weighted"])
+SOURCE = "{target: 'tests.support.small:Tokens', args: {num_samples: %d}, weight: %s}"
+MIXTURE = f"data={{kind: mixture, sources: [{SOURCE % (61, 0.7)}, {SOURCE % (23, 0.3)}]}}"
+ORDERS = pytest.mark.parametrize(
+    "order", ["data.order=sequential", WEIGHTED, MIXTURE], ids=["sequential", "weighted", "mixture"]
+)
 
 
 @ORDERS

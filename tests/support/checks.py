@@ -37,7 +37,8 @@ def check_ledger(directory: Path, num_steps: int) -> History:
 
 def check_audit(directory: RunDirectory, config: Config) -> Proof:
     """Every step is committed once, with the digest of its samples. Raises CounterExample."""
-    return audit(directory, config, len(build_dataset(config.data)))
+    dataset = build_dataset(config.data)
+    return audit(directory, config, len(dataset), getattr(dataset, "sizes", ()))
 
 
 def check_replica_waits(running: Running, bed: Bed, after_step: int) -> None:
@@ -67,7 +68,8 @@ def check_stopped(running: Running, lost_steps: int = 0) -> None:
 
 
 def order_of(config: Config) -> SampleOrder:
-    return build_order(config.data, len(build_dataset(config.data)), config.run.seed)
+    dataset = build_dataset(config.data)
+    return build_order(config.data, len(dataset), config.run.seed, getattr(dataset, "sizes", ()))
 
 
 def check_identical(one: Path, other: Path) -> None:

@@ -119,7 +119,8 @@ def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int | 
 
 
 def order_of(config: Config) -> SampleOrder:
-    return build_order(config.data, len(build_dataset(config.data)), config.run.seed)
+    dataset = build_dataset(config.data)
+    return build_order(config.data, len(dataset), config.run.seed, getattr(dataset, "sizes", ()))
 
 
 def global_batches(config: Config, ended_at: Sequence[int] = ()) -> list[GlobalBatch]:

@@ -38,12 +38,15 @@ Break = Callable[[list[Line]], None]
 class Written:
     """A run directory whose ledger and events are written as a run writes them."""
 
-    def __init__(self, folder: Path, text: str = RUN, num_samples: int = NUM_SAMPLES) -> None:
+    def __init__(
+        self, folder: Path, text: str = RUN, num_samples: int = NUM_SAMPLES, sizes: tuple[int, ...] = ()
+    ) -> None:
         self.config: Config = parse_config(text)
         self.directory = RunDirectory(LocalStore(folder))
         self.directory.write_config(self.config)
         self.num_samples = num_samples
-        self._order = build_order(self.config.data, num_samples, self.config.run.seed)
+        self._sizes = sizes
+        self._order = build_order(self.config.data, num_samples, self.config.run.seed, sizes)
 
     def extend(self, epochs: int) -> None:
         """Take the run up again with another length, as the command does."""
@@ -85,13 +88,18 @@ class Written:
             stream.write(lines)
 
     def audit(self) -> dict[str, int]:
-        found: dict[str, int] = audit(self.directory, self.config, self.num_samples).to_line()
+        found: dict[str, int] = audit(self.directory, self.config, self.num_samples, self._sizes).to_line()
         return found
 
     def started(self, attempt: int, step: int) -> None:
         times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
         started = AttemptStarted(attempt=attempt, step=step, source="rank 0", world_size=2, **times)
         self.directory.record(started.model_copy(update={"num_samples": self.num_samples}))
+
+    def started_with_sources(self) -> None:
+        self.started(1, 0)
+        event = next(iter(self.directory.events(AttemptStarted)))
+        self.directory.record(event.model_copy(update={"source_sizes": self._sizes}))
 
 
 @pytest.fixture
@@ -119,6 +127,7 @@ def test_the_numbers_of_a_proof(run: Written) -> None:
         "unconfirmed": 1,
         "left_out": 1,
         "left_out_samples": 13,
+        "source_samples": (),
     }
 
 
@@ -225,6 +234,7 @@ def test_an_extended_run_uses_each_sample_once_too(run: Written) -> None:
         "unconfirmed": 2,
         "left_out": 1,
         "left_out_samples": 13,
+        "source_samples": (),
     }
 
 
@@ -289,6 +299,10 @@ def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def claimed(run: Written) -> str:
+    return claimed_of(run)
+
+
+def claimed_of(run: Written) -> str:
     Ownership.claim(run.directory.store).release()
     return run.directory.uri
 
@@ -361,3 +375,46 @@ def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, caps
 def test_a_run_without_steps_is_told(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="has no steps yet"):
         Written(tmp_path).audit()
+
+
+MIXTURE = """
+run: {epochs: 3}
+batch: {global_size: 13, microbatch_size: 2}
+data: {kind: mixture, sources: [{kind: text, weight: 2}, {kind: text, source: other.txt}]}
+"""
+SIZES = (40, 21)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Written:
+    written = Written(tmp_path, MIXTURE, sum(SIZES), SIZES)
+    written.attempt(1, 1, LAST)
+    written.started_with_sources()
+    return written
+
+
+def test_a_mixture_is_proved_with_the_share_of_each_source(mixed: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    found = mixed.audit()
+    assert found["source_samples"] == (110, 55)
+    uri = claimed_of(mixed)
+    assert main(0.0, ["audit", uri]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "sources   0 text: 110 samples (66.67%, weight 2 of 3); 1 text: 55 samples (33.33%, weight 1 of 3)" in printed
+    )
+    assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
+
+
+def test_a_source_that_repeats_a_sample_is_found(mixed: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = mixed._order.parts[1]  # type: ignore[attr-defined]
+    stock = SampleOrder.train
+
+    def train(self: SampleOrder, positions: np.ndarray) -> np.ndarray:
+        # Place 5 of the second source reads the sample of place 4 again.
+        return stock(self, np.where(positions == 5, 4, positions) if self.num_train == part.num_train else positions)
+
+    monkeypatch.setattr(SampleOrder, "train", train)
+    written = Written(Path(str(mixed.directory.store.uri) + "-other"), MIXTURE, sum(SIZES), SIZES)
+    written.attempt(1, 1, LAST)
+    with pytest.raises(CounterExample, match="epoch 1 of source 1 does not use each training sample once"):
+        written.audit()

@@ -5,14 +5,15 @@ samples of a step follow from the seed, the length of the dataset and `data.orde
 called to compute them. Such an order may read a sample several times in an epoch, so the audit does not check that.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from steadfast.config import Config, DataConfig, RunConfig, Target
-from steadfast.data.order import Int64s, SampleOrder, UInt64s, build_order, sample_keys
+from steadfast.data.order import Int64s, MixtureOrder, SampleOrder, UInt64s, build_order, sample_keys
 from steadfast.errors import SteadfastError, UsageError
 from steadfast.plan import Plan, step_of
 from steadfast.run.directory import STEPS, RunDirectory
@@ -53,6 +54,8 @@ class Proof:
         unconfirmed: number of steps whose results were lost with a worker. Their digest comes from the plan.
         left_out: number of steps that rollbacks left out.
         left_out_samples: number of samples of the steps that rollbacks left out.
+        source_samples: number of samples of each source of a mixture, those of left-out steps included. It is the
+            source's share of all, to within one sample.
     """
 
     steps: int
@@ -64,25 +67,27 @@ class Proof:
     unconfirmed: int
     left_out: int
     left_out_samples: int
+    source_samples: tuple[int, ...] = ()
 
     def to_line(self) -> Line:
         return asdict(self)
 
 
-def audit(directory: RunDirectory, config: Config, num_samples: int) -> Proof:
+def audit(directory: RunDirectory, config: Config, num_samples: int, sizes: Sequence[int] = ()) -> Proof:
     """Prove that the run used each sample as planned.
 
     Args:
         directory: the run to audit.
         config: the configuration of the run.
         num_samples: length of the dataset, held-out samples included.
+        sizes: length of each source of a mixture.
 
     Raises:
         CounterExample: the ledger contradicts the plan.
         UsageError: the run has no steps yet.
         ConfigError: `data.order` names code that cannot be loaded on this machine.
     """
-    auditor = _Auditor(directory, config.run, config.data, config.batch.global_size, num_samples)
+    auditor = _Auditor(directory, config.run, config.data, config.batch.global_size, num_samples, sizes)
     for block in read_blocks(directory.store, STEPS):
         for piece in _pieces(decode(block), max(1, _PIECE // config.batch.global_size)):
             auditor.add(piece)
@@ -116,11 +121,17 @@ class _Auditor:
     """Compares ledger lines with the plan, in the order of the file."""
 
     def __init__(
-        self, directory: RunDirectory, run: RunConfig, data: DataConfig, global_size: int, num_samples: int
+        self,
+        directory: RunDirectory,
+        run: RunConfig,
+        data: DataConfig,
+        global_size: int,
+        num_samples: int,
+        sizes: Sequence[int],
     ) -> None:
         self._directory = directory
         self._seed = run.seed
-        self._order = build_order(data, num_samples, run.seed)
+        self._order = build_order(data, num_samples, run.seed, sizes)
         end = run.num_samples(self._order.num_train)
         ends = directory.amendments().ends
         # Ranks and microbatches do not matter, because the audit only asks for the samples of whole steps.
@@ -132,6 +143,8 @@ class _Auditor:
         # An order function of the user may read one sample several times in an epoch and skip another sample.
         once = not isinstance(data.order, Target)
         self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan, once)
+        if isinstance(self._order, MixtureOrder):
+            self._epochs = _MixtureEpochs(self._order, sizes, self._seed, self._plan)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}
         self._last: dict[int, int] = {}  # newest step by attempt
@@ -235,6 +248,7 @@ class _Auditor:
             unconfirmed=len(self._holding(self._unconfirmed)),
             left_out=len(skipped),
             left_out_samples=left_out_samples,
+            source_samples=self._epochs.source_samples,
         )
 
     def _check_none_missing(self, last: int) -> None:
@@ -292,9 +306,27 @@ class _Epochs:
 
     # The check compares sums of sample hashes, as digests do. If one sample is missing and another sample appears
     # twice, the sum differs.
-    def __init__(self, order: SampleOrder, num_samples: int, seed: int, plan: Plan, once: bool) -> None:
-        """Prepare the check. Without `once` epochs are counted, but not checked."""
+    source_samples: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        num_samples: int,
+        seed: int,
+        plan: Plan,
+        once: bool,
+        position: Callable[[int], int] = int,
+        name: str = "",
+    ) -> None:
+        """Prepare the check. Without `once` epochs are counted, but not checked.
+
+        Args:
+            position: for a source of a mixture, returns the position of the source's n-th sample.
+            name: of the source, for messages.
+        """
         self._order = order
+        self._position = position
+        self._name = name
         self._num_samples = num_samples
         self._plan = plan
         self._once = once
@@ -329,8 +361,11 @@ class _Epochs:
         if self._expected is None:
             self._expected = self._sum_of_training()
         if found != self._expected:
-            meaning = f"epoch {epoch + 1} does not use each training sample once: its order is no permutation"
-            step = step_of(epoch * self._order.num_train, self._plan.global_size, self._plan.ends)
+            meaning = (
+                f"epoch {epoch + 1}{self._name} does not use each training sample once: its order is no permutation"
+            )
+            first = self._position(epoch * self._order.num_train)
+            step = step_of(first, self._plan.global_size, self._plan.ends)
             raise CounterExample(step, f"hashes that sum to {self._expected:016x}", f"{found:016x}", meaning)
 
     def _sum_of_training(self) -> int:
@@ -348,3 +383,27 @@ class _Epochs:
     def _hashes(self, ids: Int64s) -> UInt64s:
         # All samples are hashed as if at position 0, because their positions change from epoch to epoch.
         return sample_keys(ids, np.zeros_like(ids), self._seed)
+
+
+class _MixtureEpochs(_Epochs):
+    """Checks the epochs of each source of a mixture, and the source's share of the samples."""
+
+    def __init__(self, order: MixtureOrder, sizes: Sequence[int], seed: int, plan: Plan) -> None:
+        super().__init__(order, sum(sizes), seed, plan, once=False)
+        self._turns = order.turns
+        self._starts = order.starts
+        self._sources = []
+        for number, (part, size) in enumerate(zip(order.parts, sizes, strict=True)):
+            position = partial(order.turns.position, number)
+            self._sources.append(_Epochs(part, size, seed, plan, True, position, f" of source {number}"))
+        self.source_samples = (0,) * len(sizes)
+
+    def add(self, ids: Int64s, positions: Int64s) -> None:
+        super().add(ids, positions)
+        sources, turns = self._turns(positions)
+        for number, (epochs, start) in enumerate(zip(self._sources, self._starts, strict=True)):
+            its = sources == number
+            if its.any():
+                epochs.add(ids[its] - start, turns[its])
+        counts = np.bincount(sources, minlength=len(self._sources))
+        self.source_samples = tuple(int(old + new) for old, new in zip(self.source_samples, counts, strict=True))

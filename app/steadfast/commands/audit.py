@@ -1,9 +1,11 @@
 """`audit RUN`: prove from its ledger that a run used every sample as planned."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
 
 from steadfast.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster, take_storage
-from steadfast.config import Config, DataConfig, Target
+from steadfast.config import Config, DataConfig, MixtureData, Target
 from steadfast.errors import DataError, UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading
 from steadfast.run.events import AttemptStarted
@@ -38,12 +40,12 @@ def run(options: Namespace) -> int:
     if config is None:
         raise UsageError(f"{directory.uri} has no config.yaml, so the planned samples are unknown")
     with reading(directory):
-        num_samples = _num_samples(directory, config, options)
+        sizes = _sizes(directory, config, options)
     # The audit calls an order function of the user, which is code that the run directory names.
     check_trusted(options, config.targets(), ["data.order.target"])
     try:
         with reading(directory):
-            found = audit(directory, config, num_samples).to_line()
+            found = audit(directory, config, sum(sizes), sizes).to_line()
     except CounterExample as error:
         # For a script a counter-example is a result like a proof, and belongs in the same document.
         if not options.json:
@@ -57,35 +59,42 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _num_samples(directory: RunDirectory, config: Config, options: Namespace) -> int:
-    """Return the length of the dataset.
+def _sizes(directory: RunDirectory, config: Config, options: Namespace) -> Sequence[int]:
+    """Return the length of the dataset, of a mixture the length of each source.
 
     It is taken from --samples, else from the events of the run, else from the dataset itself.
     """
     given: int | None = options.samples
+    is_mixture = isinstance(config.data, MixtureData)
+    if given is not None and is_mixture:
+        raise UsageError("--samples: a mixture has several sources, whose lengths are taken from the run or the data")
     if given is not None:
         if not 1 <= given <= _MOST_SAMPLES:
             raise UsageError(f"--samples {given}: must be from 1 to {_MOST_SAMPLES}")
-        return given
+        return [given]
     for event in directory.events(AttemptStarted):
-        if event.num_samples is not None and 1 <= event.num_samples <= _MOST_SAMPLES:
-            return event.num_samples
+        sizes = event.source_sizes if is_mixture else (event.num_samples,)
+        if sizes and all(size is not None and 1 <= size <= _MOST_SAMPLES for size in sizes):
+            return [size for size in sizes if size is not None]
     # A run of an earlier release, or a run before its first step, has no event with the length.
     check_trusted(options, config.targets(), ["data.target"], ". Or give the length of the dataset: --samples N")
     from steadfast.data import build_dataset
 
     try:
-        return len(build_dataset(config.data))
+        dataset = build_dataset(config.data)
+        return getattr(dataset, "sizes", [len(dataset)])
     except DataError as error:
         raise UsageError(f"{error}. If the data are not available here, give their length: --samples N") from error
 
 
-def _table(directory: RunDirectory, data: DataConfig, found: dict[str, int]) -> str:
+def _table(directory: RunDirectory, data: DataConfig, found: dict[str, Any]) -> str:
     left_out = "nothing"
     if found["left_out"]:
         left_out = f"{plural(found['left_out'], 'step')} of {plural(found['left_out_samples'], 'sample')}, by rollbacks"
     # An order of the user may read a sample several times in an epoch, so only the order itself is proved.
     once = "each with every training sample once"
+    if isinstance(data, MixtureData):
+        once = "and each source with every sample of its own once in an epoch of its own"
     if isinstance(data.order, Target):
         once = f"read in the order of {data.order.target}"
     digests = f"{found['digests']} compared, all as planned"
@@ -98,7 +107,19 @@ def _table(directory: RunDirectory, data: DataConfig, found: dict[str, int]) -> 
         "digests": digests,
         "left out": left_out,
     }
+    if isinstance(data, MixtureData):
+        rows["sources"] = _shares(data, found["source_samples"])
     lines = [f"proved: {directory.uri}"]
     for name, row in rows.items():
         lines.append(f"{name:<9} {row}")
     return "\n".join(lines)
+
+
+def _shares(data: MixtureData, samples: Sequence[int]) -> str:
+    """Return the number of samples and the share of each source."""
+    weights = data.integer_weights
+    shares = []
+    for number, (count, weight) in enumerate(zip(samples, weights, strict=True)):
+        share = f"{count / sum(samples):.2%}, weight {weight} of {sum(weights)}"
+        shares.append(f"{number} {data.sources[number].kind}: {plural(count, 'sample')} ({share})")
+    return "; ".join(shares)

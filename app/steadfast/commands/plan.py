@@ -57,7 +57,7 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     from steadfast.data import Loader, build_dataset, build_order
 
     dataset = build_dataset(config.data)
-    order = build_order(config.data, len(dataset), config.run.seed)
+    order = build_order(config.data, len(dataset), config.run.seed, getattr(dataset, "sizes", ()))
     loader = Loader(dataset, order, config.data, torch.device("cpu"))
     measured = config.batch.microbatch_size == "auto"
     if measured:

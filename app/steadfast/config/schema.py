@@ -5,7 +5,9 @@ A configuration is parsed once, frozen, and handed out in slices. A section that
 rule's name. An error is reported at the field of its method, so a rule belongs to the field that is read later.
 """
 
+import fractions
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -340,7 +342,70 @@ class HuggingFaceSource(Section):
     """columns of a sample; all columns if the list is empty"""
 
 
-Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | Target
+class WeightedConfig(Section):
+    weight: PositiveFloat = 1.0
+    """share of the samples that come from this source, relative to the weights of the other sources"""
+
+
+class WeightedText(WeightedConfig, TextSource):
+    pass
+
+
+class WeightedTokens(WeightedConfig, TokensSource):
+    pass
+
+
+class WeightedImages(WeightedConfig, ImageFolderSource):
+    pass
+
+
+class WeightedHuggingFace(WeightedConfig, HuggingFaceSource):
+    pass
+
+
+class WeightedTarget(WeightedConfig, Target):
+    pass
+
+
+WeightedSource = Annotated[
+    WeightedText | WeightedTokens | WeightedImages | WeightedHuggingFace | WeightedTarget, Field(discriminator="kind")
+]
+
+
+def _integers(numbers: Sequence[float]) -> tuple[int, ...]:
+    """Return integers without a common divisor in the same proportions as the numbers' decimal digits."""
+    exact = [fractions.Fraction(str(number)) for number in numbers]
+    multiple = math.lcm(*(number.denominator for number in exact))
+    integers = [int(number * multiple) for number in exact]
+    divisor = math.gcd(*integers)
+    return tuple(integer // divisor for integer in integers)
+
+
+class MixtureSource(Section):
+    kind: Literal["mixture"] = "mixture"
+    sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
+    """sources of samples, each with a weight and the keys of its kind. Of any number of samples in training order each
+    source has its share, to within one sample; each source shuffles its samples, and repeats them when it has used all
+    of them. An epoch has as many samples as all sources together"""
+
+    @property
+    def integer_weights(self) -> tuple[int, ...]:
+        """Return the weights in the same proportions, as integers."""
+        return _integers([source.weight for source in self.sources])
+
+    @field_validator("sources")
+    @classmethod
+    def weights_are_round(cls, sources: tuple[WeightedConfig, ...]) -> tuple[WeightedConfig, ...]:
+        total = sum(_integers([source.weight for source in sources]))
+        if total > _LARGEST_PERIOD:
+            raise ValueError(
+                f"weights add up to {total} as integers without a common divisor, more than {_LARGEST_PERIOD}; round "
+                "them to fewer digits"
+            )
+        return sources
+
+
+Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | MixtureSource | Target
 
 
 class CollateConfig(Section):
@@ -426,6 +491,15 @@ class ImageFolderData(SamplesConfig, ImageFolderSource):
 
 class HuggingFaceData(SamplesConfig, HuggingFaceSource):
     pass
+
+
+class MixtureData(SamplesConfig, MixtureSource):
+    """Samples of several sources, by weights."""
+
+    order: Literal["shuffled"] = "shuffled"
+    """order of the samples of each source"""
+    validation_fraction: Fraction = 0.1
+    """share of each source's samples held out of training for validation, from 0 to below 1"""
 
 
 class TargetData(SamplesConfig, Target):
@@ -1006,10 +1080,11 @@ ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | Step
 OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimizer
 # A tracker of the user's own is called with `location` (the run directory), `first_step` and `args`.
 TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | Target, Field(discriminator="kind")]
-AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | TargetData
+AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | MixtureData | TargetData
 # `steadfast.hooks.hook.Hook` lists the methods that a hook of the user's own may have.
 HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]
 
+_LARGEST_PERIOD = 2**16  # places after which the sources of a mixture repeat their sequence
 _LISTS = ("trackers", "hooks")  # sections that are lists of sections
 
 
@@ -1104,6 +1179,8 @@ class Config(Section):
             "validation": validation,
             "validation.collate": getattr(validation, "collate", None),
         }
+        for index, source in enumerate(getattr(self.data, "sources", ())):
+            parts[f"sources.{index}"] = source
         for name, part in parts.items():
             if isinstance(part, Target):
                 found[f"data.{name}"] = part
@@ -1125,6 +1202,8 @@ class Config(Section):
                 kind = "target" if "target" in section else field.default.kind
                 complete[name] = {"kind": kind, **section}
         data = complete.get("data")
+        if isinstance(data, dict) and isinstance(data.get("sources"), list):
+            data = complete["data"] = {**data, "sources": list(map(_with_kind, data["sources"]))}
         if isinstance(data, dict) and isinstance(data.get("validation"), dict):
             own = {"kind": _kind_of_validation(data["validation"]), **data["validation"]}
             # Otherwise the model would be validated on samples of another size than its training samples, without an
@@ -1240,13 +1319,16 @@ class Config(Section):
     def data_context_fits_model(cls, data: DataConfig, info: ValidationInfo) -> DataConfig:
         # A model or data of another kind may have no context at all.
         limit = getattr(info.data.get("model"), "context_length", None)
-        found = getattr(data, "context_length", 0)
-        if limit is not None and found > limit:
-            # A ValueError would be reported at the section. This error names the key, so that the key's line is
-            # reported.
-            context = {"key": "data.context_length", "limit": limit, "found": found}
-            message = "must be at most model.context_length ({limit}), found {found}"
-            raise PydanticCustomError("rule", message, context)
+        sections = {"data": data}
+        sections |= {f"data.sources[{index}]": source for index, source in enumerate(getattr(data, "sources", ()))}
+        for key, section in sections.items():
+            found = getattr(section, "context_length", 0)
+            if limit is not None and found > limit:
+                # A ValueError would be reported at the section. This error names the key, so that the key's line is
+                # reported.
+                context = {"key": f"{key}.context_length", "limit": limit, "found": found}
+                message = "must be at most model.context_length ({limit}), found {found}"
+                raise PydanticCustomError("rule", message, context)
         return data
 
     @model_validator(mode="after")

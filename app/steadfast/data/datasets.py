@@ -19,6 +19,7 @@ from steadfast.config import (
     HeldOut,
     HuggingFaceSource,
     ImageFolderSource,
+    MixtureSource,
     Source,
     TextSource,
     TokensSource,
@@ -28,6 +29,7 @@ from steadfast.config.target import build_function, build_target
 from steadfast.data.batches import Batch
 from steadfast.data.huggingface import open_huggingface
 from steadfast.data.images import open_image_folder
+from steadfast.data.mixture import Mixture
 from steadfast.errors import DataError
 from steadfast.run.directory import place_of_data, runs_root
 
@@ -48,6 +50,7 @@ class Dataset(Protocol):
         set_epoch: a method (epoch), called before samples of another epoch are read; epochs count from 0, and
             validation reads epoch 0. Not with read_batch.
         classes: names of the classes; data for validation must have the same names.
+        sizes: number of samples of each source of a mixture.
     """
 
     def __len__(self) -> int: ...
@@ -131,6 +134,9 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
             return open_image_folder(config, key)
         case HuggingFaceSource():
             return _checked(open_huggingface(config, key), config.path)
+        case MixtureSource():
+            sources = enumerate(config.sources)
+            return Mixture([build_dataset(source, f"{key}.sources[{number}]") for number, source in sources])
     return _checked(build_target(config, key), config.target)
 
 

@@ -7,13 +7,15 @@ keyed permutation, so each sample comes once per epoch, on any worker. `data.ord
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steadfast.config import DataConfig
+from steadfast.config import DataConfig, MixtureData
 from steadfast.config.target import build_function
+from steadfast.data.mixture import Turns
 from steadfast.errors import DataError
 
 Int64s = NDArray[np.int64]
@@ -30,6 +32,7 @@ _SPLIT = 0
 _EPOCH = 1
 _DIGEST = 2
 _DRAW = 3
+_SOURCE = 4
 
 _NUM_TRIED = 256  # positions at which an order of the user's own is tested
 
@@ -194,13 +197,64 @@ class OwnOrder(SampleOrder):
         raise DataError(f"data.order: {self._name} {what}")
 
 
-def build_order(config: DataConfig, num_samples: int, seed: int) -> SampleOrder:
+class MixtureOrder(SampleOrder):
+    """Order of the samples of several sources.
+
+    The sources take turns by their weights. Each source has an order of its own, with held-out samples of its own.
+
+    Args:
+        sizes: number of samples of each source, which follow each other in the dataset.
+        weights: a positive integer for each source.
+
+    Attributes:
+        turns: the sequence of the sources.
+        parts: the order of each source.
+        starts: the id of each source's first sample.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[int], validation_fraction: float, seed: int) -> None:
+        self.seed = seed
+        self.turns = Turns(weights)
+        self.parts = []
+        for number, size in enumerate(sizes):
+            self.parts.append(SampleOrder(size, validation_fraction, keyed_hash(_SOURCE, seed, number)))
+        self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.num_train = sum(part.num_train for part in self.parts)
+        self.num_validation = sum(part.num_validation for part in self.parts)
+
+    def train(self, positions: Int64s) -> Int64s:
+        sources, turns = self.turns(positions)
+        ids = np.empty_like(positions)
+        for number, part in enumerate(self.parts):
+            its = sources == number
+            ids[its] = self.starts[number] + part.train(turns[its])
+        return ids
+
+    def validation(self, positions: Int64s) -> Int64s:
+        assert self.num_validation, "no samples are held out"
+        places = positions % self.num_validation
+        ids = np.empty_like(positions)
+        before = 0
+        for start, part in zip(self.starts, self.parts, strict=True):
+            its = (places >= before) & (places < before + part.num_validation)
+            if its.any():
+                ids[its] = start + part.validation(places[its] - before)
+            before += part.num_validation
+        return ids
+
+
+def build_order(config: DataConfig, num_samples: int, seed: int, sizes: Sequence[int] = ()) -> SampleOrder:
     """Build the order of a dataset of `num_samples`, including held-out samples.
+
+    Args:
+        sizes: number of samples of each source of a mixture.
 
     Raises:
         ConfigError: the target of `data.order` cannot be loaded.
         DataError: the target is not a valid order.
     """
+    if isinstance(config, MixtureData):
+        return MixtureOrder(sizes, config.integer_weights, config.held_out_fraction, seed)
     match config.order:
         case "shuffled":
             return SampleOrder(num_samples, config.held_out_fraction, seed)

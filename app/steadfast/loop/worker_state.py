@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,8 @@ class WorkerState:
         # The loss count of a sample without masking, and whether samples may be masked.
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
-        self.order = build_order(config.data, len(self.dataset), config.run.seed)
+        sizes = getattr(self.dataset, "sizes", ())
+        self.order = build_order(config.data, len(self.dataset), config.run.seed, sizes)
         param_dtype = self.precision.param_dtype  # does not depend on the world
         self.loader = Loader(self.dataset, self.order, config.data, device, param_dtype)
         size = config.batch.microbatch_size
@@ -507,10 +509,12 @@ class WorkerState:
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Return a digest that identifies a dataset by two of its samples."""
+    """Return a digest that identifies a dataset by two samples of each source."""
     # Resuming with other data would break the order of samples. Reading the whole dataset would take hours.
-    digest = hashlib.sha256(str(len(dataset)).encode())
-    for index in (0, len(dataset) - 1):
+    sizes = getattr(dataset, "sizes", (len(dataset),))
+    digest = hashlib.sha256(" ".join(map(str, sizes)).encode())
+    ends = list(itertools.accumulate(sizes))
+    for index in itertools.chain(*((end - size, end - 1) for size, end in zip(sizes, ends, strict=True))):
         # Without a seed, a dataset with random augmentation would have another digest each time.
         with own_randomness(0):
             sample = stack([dataset[index]])

@@ -164,6 +164,7 @@ class AttemptStarted(Event):
     nodes: Mapping[str, tuple[int, ...]] | None = None
     gpus: tuple[str, ...] | None = None  # names of the GPUs by rank, if the ranks train on GPUs
     num_samples: int | None = None  # samples of the dataset, including held-out samples
+    source_sizes: tuple[int, ...] | None = None  # the same for each source of a mixture
     run: str | None = None  # name of the run
     precision: str | None = None  # kind of numbers in forward and backward: "fp32", "bf16", "fp16" or "fp64"
     num_parameters: int | None = None  # parameters of the model, including frozen ones
