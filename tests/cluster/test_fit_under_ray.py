@@ -32,7 +32,7 @@ def test_fit_under_ray_equals_fit_in_one_process_after_a_worker_was_killed(tmp_p
     assert told["difference"] <= 1e-10
     directory = RunDirectory(LocalStore(tmp_path / "killed"))
     config = parse_config((tmp_path / "killed" / "config.yaml").read_text())
-    proof = audit(directory, config, num_samples=4000)
+    proof = audit(directory, config, 4000)
     assert (proof.steps, proof.samples) == (STEPS, STEPS * 12)
 
     assert told["again"] == [True, 0.0]  # the same call returns the finished model

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -22,7 +26,7 @@ from tests.support.deaths import plot, survive
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.reference import reference
-from tests.support.small import small
+from tests.support.small import Tokens, small
 
 HERE = "tests.dist.test_order"
 
@@ -68,6 +72,36 @@ def test_an_order_that_is_no_pure_function_is_one_clear_error(tmp_path: Path) ->
     said = r"DataError: data\.order: tests\.dist\.test_order:by_chance returns another"
     with pytest.raises(MemberFailed, match=said):
         drill(small(tmp_path, f"data.order={{target: '{HERE}:by_chance'}}"), worlds=[2])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_shards_and_a_mixture_with_them_are_read_once_through_kills(tmp_path: Path, kind: str) -> None:
+    write_rows(tmp_path / "rows", kind)
+    shards = f"kind: {kind}, path: {tmp_path}/rows, columns: [inputs, targets]"
+    alone = f"data={{{shards}, collate: {{target: '{HERE}:as_pairs'}}, validation_fraction: 0}}"
+    mixed = f"data={{kind: mixture, sources: [{{{shards}, weight: 2}}, {SOURCE % (23, 1)}]"
+    mixed += f", collate: {{target: '{HERE}:as_pairs'}}, validation_fraction: 0}}"
+    for name, data in (("alone", alone), ("mixed", mixed)):
+        config = small(tmp_path / name, data, "run.steps=18", "checkpoint.every=4 steps")
+        check_weights(survive(config, plot(1, 14)).left, reference(config))
+
+
+def write_rows(folder: Path, kind: str) -> None:
+    folder.mkdir()
+    tokens = Tokens(71, masked=False)
+    rows = [dict(zip(("inputs", "targets"), map(Tensor.tolist, tokens[index]), strict=True)) for index in range(71)]
+    for number, part in enumerate((rows[:40], rows[40:])):
+        if kind == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"{number}.parquet", row_group_size=8)
+        else:
+            (folder / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+
+
+def as_pairs(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Make a batch of rows, which have names, and of pairs."""
+    pairs = [tuple(sample.values()) if isinstance(sample, dict) else sample for sample in samples]
+    inputs, targets = (torch.stack(list(map(torch.as_tensor, values))) for values in zip(*pairs, strict=True))
+    return inputs, targets
 
 
 def by_chance(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:

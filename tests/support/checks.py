@@ -13,7 +13,7 @@ from steadfast.analysis.audit import Proof, audit
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config, parse_config
-from steadfast.data import SampleOrder, build_dataset, build_order
+from steadfast.data import Extent, SampleOrder, build_dataset, build_order
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from tests.support.command import Running
@@ -37,8 +37,7 @@ def check_ledger(directory: Path, num_steps: int) -> History:
 
 def check_audit(directory: RunDirectory, config: Config) -> Proof:
     """Every step is committed once, with the digest of its samples. Raises CounterExample."""
-    dataset = build_dataset(config.data)
-    return audit(directory, config, len(dataset), getattr(dataset, "sizes", ()))
+    return audit(directory, config, Extent.of(build_dataset(config.data)))
 
 
 def check_replica_waits(running: Running, bed: Bed, after_step: int) -> None:
@@ -68,8 +67,7 @@ def check_stopped(running: Running, lost_steps: int = 0) -> None:
 
 
 def order_of(config: Config) -> SampleOrder:
-    dataset = build_dataset(config.data)
-    return build_order(config.data, len(dataset), config.run.seed, getattr(dataset, "sizes", ()))
+    return build_order(config.data, Extent.of(build_dataset(config.data)), config.run.seed)
 
 
 def check_identical(one: Path, other: Path) -> None:

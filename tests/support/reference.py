@@ -14,7 +14,8 @@ from torch.utils.data import default_collate
 
 from steadfast.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
 from steadfast.config.target import load_target
-from steadfast.data import SampleOrder, build_dataset, build_order
+from steadfast.data import Extent, SampleOrder, build_dataset, build_order
+from steadfast.data.datasets import build_collate
 from steadfast.data.order import sample_keys, samples_digest
 from steadfast.loop.seed import seed_generators, seed_validation
 from steadfast.models import build_model
@@ -119,8 +120,7 @@ def mean_loss(model: nn.Module, batch: GlobalBatch, config: Config, step: int | 
 
 
 def order_of(config: Config) -> SampleOrder:
-    dataset = build_dataset(config.data)
-    return build_order(config.data, len(dataset), config.run.seed, getattr(dataset, "sizes", ()))
+    return build_order(config.data, Extent.of(build_dataset(config.data)), config.run.seed)
 
 
 def global_batches(config: Config, ended_at: Sequence[int] = ()) -> list[GlobalBatch]:
@@ -152,6 +152,7 @@ def microbatches(global_batch: GlobalBatch, config: Config) -> Iterator[tuple[Te
         torch.default_generator.manual_seed(key)
         samples.append(dataset[sample])
     size = config.batch.samples_per_microbatch
+    collate = build_collate(config.data, "data.collate", dataset) or default_collate
     for start in range(0, len(samples), size):
-        batch = default_collate(samples[start : start + size])
+        batch = collate(samples[start : start + size])
         yield tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)

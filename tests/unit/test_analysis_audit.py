@@ -13,7 +13,7 @@ import pytest
 from steadfast.analysis.audit import CounterExample, audit
 from steadfast.cli import main
 from steadfast.config import Config, parse_config
-from steadfast.data.order import SampleOrder, build_order, samples_digest
+from steadfast.data.order import Extent, SampleOrder, build_order, samples_digest
 from steadfast.errors import ConfigError
 from steadfast.launch.resume import start_or_resume
 from steadfast.plan import Amendments, End, Plan
@@ -46,7 +46,8 @@ class Written:
         self.directory.write_config(self.config)
         self.num_samples = num_samples
         self._sizes = sizes
-        self._order = build_order(self.config.data, num_samples, self.config.run.seed, sizes)
+        self._extent = Extent(num_samples, None, tuple(map(Extent, sizes)))
+        self._order = build_order(self.config.data, self._extent, self.config.run.seed)
 
     def extend(self, epochs: int) -> None:
         """Take the run up again with another length, as the command does."""
@@ -88,7 +89,7 @@ class Written:
             stream.write(lines)
 
     def audit(self) -> dict[str, int]:
-        found: dict[str, int] = audit(self.directory, self.config, self.num_samples, self._sizes).to_line()
+        found: dict[str, int] = audit(self.directory, self.config, self._extent).to_line()
         return found
 
     def started(self, attempt: int, step: int) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadfast.config import MixtureData, TextSource, parse_config
-from steadfast.data import build_dataset, build_order
+from steadfast.data import Extent, build_dataset, build_order
 from steadfast.data.mixture import Mixture, Turns
 from steadfast.data.order import MixtureOrder, SampleOrder
 from steadfast.errors import ConfigError
@@ -34,7 +34,7 @@ def test_each_source_has_its_share_of_any_first_places_to_within_one(weights: li
 
 
 def order(fraction: float = 0.0, seed: int = 1) -> MixtureOrder:
-    return MixtureOrder(SIZES, WEIGHTS, fraction, seed)
+    return MixtureOrder([SampleOrder(size, fraction, seed) for size in SIZES], WEIGHTS, seed)
 
 
 def source_of(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -87,9 +87,9 @@ def test_a_configured_mixture_reads_the_samples_of_its_sources() -> None:
     dataset = build_dataset(config)
     assert isinstance(dataset, Mixture)
     text = len(build_dataset(TextSource(context_length=16)))
-    assert dataset.sizes == (text, 10)
+    assert [len(source) for source in dataset.sources] == [text, 10]
     assert dataset[text + 3][0][0] == 3
-    built = build_order(config, len(dataset), 1, dataset.sizes)
+    built = build_order(config, Extent.of(dataset), 1)
     ids = built.train(np.arange(100))
     assert Counter((ids >= text).tolist()) == {False: 70, True: 30}
 
@@ -147,7 +147,9 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         build_dataset(config)
 
 
-def test_a_source_alone_is_shuffled_as_by_itself_with_a_seed_of_its_own() -> None:
-    alone = MixtureOrder([50], [1], 0.0, 1)
-    assert sorted(alone.train(np.arange(50))) == list(range(50))
-    assert not np.array_equal(alone.train(np.arange(50)), SampleOrder(50, 0.0, 1).train(np.arange(50)))
+def test_equal_sources_have_orders_of_their_own() -> None:
+    config = mixture(TEXT, TEXT)
+    built = build_order(config, Extent(100, None, (Extent(50), Extent(50))), 1)
+    assert isinstance(built, MixtureOrder)
+    one, other = (part.train(np.arange(45)) for part in built.parts)
+    assert not np.array_equal(one, other)

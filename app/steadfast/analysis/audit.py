@@ -5,7 +5,7 @@ samples of a step follow from the seed, the length of the dataset and `data.orde
 called to compute them. Such an order may read a sample several times in an epoch, so the audit does not check that.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from steadfast.config import Config, DataConfig, RunConfig, Target
-from steadfast.data.order import Int64s, MixtureOrder, SampleOrder, UInt64s, build_order, sample_keys
+from steadfast.data.order import Extent, Int64s, MixtureOrder, SampleOrder, UInt64s, build_order, sample_keys
 from steadfast.errors import SteadfastError, UsageError
 from steadfast.plan import Plan, step_of
 from steadfast.run.directory import STEPS, RunDirectory
@@ -73,21 +73,20 @@ class Proof:
         return asdict(self)
 
 
-def audit(directory: RunDirectory, config: Config, num_samples: int, sizes: Sequence[int] = ()) -> Proof:
+def audit(directory: RunDirectory, config: Config, extent: Extent | int) -> Proof:
     """Prove that the run used each sample as planned.
 
     Args:
         directory: the run to audit.
         config: the configuration of the run.
-        num_samples: length of the dataset, held-out samples included.
-        sizes: length of each source of a mixture.
+        extent: of the dataset. The number of samples, held-out ones included, is enough as for `build_order`.
 
     Raises:
         CounterExample: the ledger contradicts the plan.
         UsageError: the run has no steps yet.
         ConfigError: `data.order` names code that cannot be loaded on this machine.
     """
-    auditor = _Auditor(directory, config.run, config.data, config.batch.global_size, num_samples, sizes)
+    auditor = _Auditor(directory, config.run, config.data, config.batch.global_size, extent)
     for block in read_blocks(directory.store, STEPS):
         for piece in _pieces(decode(block), max(1, _PIECE // config.batch.global_size)):
             auditor.add(piece)
@@ -121,17 +120,11 @@ class _Auditor:
     """Compares ledger lines with the plan, in the order of the file."""
 
     def __init__(
-        self,
-        directory: RunDirectory,
-        run: RunConfig,
-        data: DataConfig,
-        global_size: int,
-        num_samples: int,
-        sizes: Sequence[int],
+        self, directory: RunDirectory, run: RunConfig, data: DataConfig, global_size: int, extent: Extent | int
     ) -> None:
         self._directory = directory
         self._seed = run.seed
-        self._order = build_order(data, num_samples, run.seed, sizes)
+        self._order = build_order(data, extent, run.seed)
         end = run.num_samples(self._order.num_train)
         ends = directory.amendments().ends
         # Ranks and microbatches do not matter, because the audit only asks for the samples of whole steps.
@@ -142,9 +135,9 @@ class _Auditor:
             self._num_steps = run.num_steps(self._order.num_train, global_size, ends)
         # An order function of the user may read one sample several times in an epoch and skip another sample.
         once = not isinstance(data.order, Target)
-        self._epochs = _Epochs(self._order, num_samples, self._seed, self._plan, once)
+        self._epochs = _Epochs(self._order, self._seed, self._plan, once)
         if isinstance(self._order, MixtureOrder):
-            self._epochs = _MixtureEpochs(self._order, sizes, self._seed, self._plan)
+            self._epochs = _MixtureEpochs(self._order, self._seed, self._plan)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}
         self._last: dict[int, int] = {}  # newest step by attempt
@@ -311,7 +304,6 @@ class _Epochs:
     def __init__(
         self,
         order: SampleOrder,
-        num_samples: int,
         seed: int,
         plan: Plan,
         once: bool,
@@ -327,7 +319,7 @@ class _Epochs:
         self._order = order
         self._position = position
         self._name = name
-        self._num_samples = num_samples
+        self._num_samples = order.num_train + order.num_validation
         self._plan = plan
         self._once = once
         self._seed = seed
@@ -388,15 +380,15 @@ class _Epochs:
 class _MixtureEpochs(_Epochs):
     """Checks the epochs of each source of a mixture, and the source's share of the samples."""
 
-    def __init__(self, order: MixtureOrder, sizes: Sequence[int], seed: int, plan: Plan) -> None:
-        super().__init__(order, sum(sizes), seed, plan, once=False)
+    def __init__(self, order: MixtureOrder, seed: int, plan: Plan) -> None:
+        super().__init__(order, seed, plan, once=False)
         self._turns = order.turns
         self._starts = order.starts
         self._sources = []
-        for number, (part, size) in enumerate(zip(order.parts, sizes, strict=True)):
+        for number, part in enumerate(order.parts):
             position = partial(order.turns.position, number)
-            self._sources.append(_Epochs(part, size, seed, plan, True, position, f" of source {number}"))
-        self.source_samples = (0,) * len(sizes)
+            self._sources.append(_Epochs(part, seed, plan, True, position, f" of source {number}"))
+        self.source_samples = (0,) * len(order.parts)
 
     def add(self, ids: Int64s, positions: Int64s) -> None:
         super().add(ids, positions)

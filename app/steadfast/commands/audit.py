@@ -2,15 +2,18 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster, take_storage
-from steadfast.config import Config, DataConfig, MixtureData, Target
+from steadfast.config import Config, DataConfig, MixtureData, ShardsSource, Target
 from steadfast.errors import DataError, UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading
 from steadfast.run.events import AttemptStarted
 from steadfast.storage.documents import json_line
 from steadfast.units import plural, printable
+
+if TYPE_CHECKING:
+    from steadfast.data import Extent
 
 _MOST_SAMPLES = 2**48  # with this limit all positions of a run fit into 64 bits
 
@@ -40,12 +43,12 @@ def run(options: Namespace) -> int:
     if config is None:
         raise UsageError(f"{directory.uri} has no config.yaml, so the planned samples are unknown")
     with reading(directory):
-        sizes = _sizes(directory, config, options)
+        extent = _extent(directory, config, options)
     # The audit calls an order function of the user, which is code that the run directory names.
     check_trusted(options, config.targets(), ["data.order.target"])
     try:
         with reading(directory):
-            found = audit(directory, config, sum(sizes), sizes).to_line()
+            found = audit(directory, config, extent).to_line()
     except CounterExample as error:
         # For a script a counter-example is a result like a proof, and belongs in the same document.
         if not options.json:
@@ -59,30 +62,31 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _sizes(directory: RunDirectory, config: Config, options: Namespace) -> Sequence[int]:
-    """Return the length of the dataset, of a mixture the length of each source.
+def _extent(directory: RunDirectory, config: Config, options: Namespace) -> "Extent | int":
+    """Return the length of the dataset, and its parts if the order depends on these.
 
     It is taken from --samples, else from the events of the run, else from the dataset itself.
     """
+    from steadfast.data import Extent, build_dataset
+
     given: int | None = options.samples
-    is_mixture = isinstance(config.data, MixtureData)
-    if given is not None and is_mixture:
-        raise UsageError("--samples: a mixture has several sources, whose lengths are taken from the run or the data")
+    sources = getattr(config.data, "sources", ())
+    has_blocks = config.data.order == "blocks" or any(isinstance(source, ShardsSource) for source in sources)
     if given is not None:
         if not 1 <= given <= _MOST_SAMPLES:
             raise UsageError(f"--samples {given}: must be from 1 to {_MOST_SAMPLES}")
-        return [given]
+        if has_blocks or sources:
+            raise UsageError("--samples: the order of shards and mixtures depends on more than the number of samples")
+        return given
     for event in directory.events(AttemptStarted):
-        sizes = event.source_sizes if is_mixture else (event.num_samples,)
-        if sizes and all(size is not None and 1 <= size <= _MOST_SAMPLES for size in sizes):
-            return [size for size in sizes if size is not None]
+        sizes = event.source_sizes if sources else (event.num_samples,)
+        if sizes and not has_blocks and all(size is not None and 1 <= size <= _MOST_SAMPLES for size in sizes):
+            extents = tuple(Extent(size) for size in sizes if size is not None)
+            return Extent(sum(extent.num_samples for extent in extents), None, extents if sources else ())
     # A run of an earlier release, or a run before its first step, has no event with the length.
     check_trusted(options, config.targets(), ["data.target"], ". Or give the length of the dataset: --samples N")
-    from steadfast.data import build_dataset
-
     try:
-        dataset = build_dataset(config.data)
-        return getattr(dataset, "sizes", [len(dataset)])
+        return Extent.of(build_dataset(config.data))
     except DataError as error:
         raise UsageError(f"{error}. If the data are not available here, give their length: --samples N") from error
 

@@ -54,10 +54,10 @@ def plan(config: Config, mtbf_s: float | None) -> dict[str, Any]:
     import torch
 
     from steadfast.analysis.memory import Estimate
-    from steadfast.data import Loader, build_dataset, build_order
+    from steadfast.data import Extent, Loader, build_dataset, build_order
 
     dataset = build_dataset(config.data)
-    order = build_order(config.data, len(dataset), config.run.seed, getattr(dataset, "sizes", ()))
+    order = build_order(config.data, Extent.of(dataset), config.run.seed)
     loader = Loader(dataset, order, config.data, torch.device("cpu"))
     measured = config.batch.microbatch_size == "auto"
     if measured:

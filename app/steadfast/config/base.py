@@ -185,7 +185,7 @@ Balance = Annotated[
 
 ORDERS = ("a known order", "an order by target")
 Order = Annotated[
-    Annotated[Literal["shuffled", "sequential"], Tag(ORDERS[0])] | Annotated[Target, Tag(ORDERS[1])],
+    Annotated[Literal["shuffled", "blocks", "sequential"], Tag(ORDERS[0])] | Annotated[Target, Tag(ORDERS[1])],
     Discriminator(lambda value: ORDERS[isinstance(value, dict | Target)]),
 ]
 

@@ -342,6 +342,15 @@ class HuggingFaceSource(Section):
     """columns of a sample; all columns if the list is empty"""
 
 
+class ShardsSource(Section):
+    kind: Literal["parquet", "jsonl", "webdataset"]
+    path: Text
+    """a folder, or the URI of a folder in a bucket, with files *.parquet, *.jsonl or *.tar as WebDataset writes them"""
+    columns: tuple[Text, ...] = ()
+    """names of a sample's values: columns of Parquet, keys of a JSON line, suffixes of the files of a tar such as jpg
+    and cls; all of them if the list is empty"""
+
+
 class WeightedConfig(Section):
     weight: PositiveFloat = 1.0
     """share of the samples that come from this source, relative to the weights of the other sources"""
@@ -363,12 +372,17 @@ class WeightedHuggingFace(WeightedConfig, HuggingFaceSource):
     pass
 
 
+class WeightedShards(WeightedConfig, ShardsSource):
+    pass
+
+
 class WeightedTarget(WeightedConfig, Target):
     pass
 
 
 WeightedSource = Annotated[
-    WeightedText | WeightedTokens | WeightedImages | WeightedHuggingFace | WeightedTarget, Field(discriminator="kind")
+    WeightedText | WeightedTokens | WeightedImages | WeightedHuggingFace | WeightedShards | WeightedTarget,
+    Field(discriminator="kind"),
 ]
 
 
@@ -405,7 +419,7 @@ class MixtureSource(Section):
         return sources
 
 
-Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | MixtureSource | Target
+Source = TextSource | TokensSource | ImageFolderSource | HuggingFaceSource | ShardsSource | MixtureSource | Target
 
 
 class CollateConfig(Section):
@@ -428,21 +442,32 @@ class ValidationHuggingFace(CollateConfig, HuggingFaceSource):
     pass
 
 
+class ValidationShards(CollateConfig, ShardsSource):
+    pass
+
+
 class ValidationTarget(CollateConfig, Target):
     pass
 
 
 AnyValidation = Annotated[
-    HeldOut | TextSource | TokensSource | ValidationImages | ValidationHuggingFace | ValidationTarget,
+    HeldOut
+    | TextSource
+    | TokensSource
+    | ValidationImages
+    | ValidationHuggingFace
+    | ValidationShards
+    | ValidationTarget,
     Field(discriminator="kind"),
 ]
 
 
 class DataConfig(LoaderConfig):
     order: Order = "shuffled"
-    """order of the samples in an epoch: shuffled, differently in each epoch; sequential, as in the dataset; or a
-    function of the user's own, `steadfast.data.order.Order` (a class, or a function with args, is called first and
-    returns that function). Unless shuffled, the last samples of the dataset are held out"""
+    """order of the samples in an epoch: shuffled, differently in each epoch; blocks, which shuffles the blocks of
+    neighbouring samples and the samples of 16 blocks in a row, so that disks read in sequence; sequential, as in the
+    dataset; or a function of the user's own, `steadfast.data.order.Order` (a class, or a function with args, is called
+    first and returns that function). Unless shuffled, the last samples of the dataset are held out"""
     validation_fraction: Fraction = 0.1
     """share of the samples held out of training for validation, from 0 to below 1; if the order is shuffled, run.seed
     selects the samples"""
@@ -491,6 +516,11 @@ class ImageFolderData(SamplesConfig, ImageFolderSource):
 
 class HuggingFaceData(SamplesConfig, HuggingFaceSource):
     pass
+
+
+class ShardsData(SamplesConfig, ShardsSource):
+    order: Order = "blocks"
+    """order of the samples in an epoch, as for other data; shuffled is slow for Parquet, read by row groups"""
 
 
 class MixtureData(SamplesConfig, MixtureSource):
@@ -1080,7 +1110,7 @@ ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | Step
 OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimizer
 # A tracker of the user's own is called with `location` (the run directory), `first_step` and `args`.
 TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | Target, Field(discriminator="kind")]
-AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | MixtureData | TargetData
+AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | ShardsData | MixtureData | TargetData
 # `steadfast.hooks.hook.Hook` lists the methods that a hook of the user's own may have.
 HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]
 

@@ -20,6 +20,7 @@ from steadfast.config import (
     HuggingFaceSource,
     ImageFolderSource,
     MixtureSource,
+    ShardsSource,
     Source,
     TextSource,
     TokensSource,
@@ -30,6 +31,7 @@ from steadfast.data.batches import Batch
 from steadfast.data.huggingface import open_huggingface
 from steadfast.data.images import open_image_folder
 from steadfast.data.mixture import Mixture
+from steadfast.data.shards import Shards
 from steadfast.errors import DataError
 from steadfast.run.directory import place_of_data, runs_root
 
@@ -50,7 +52,8 @@ class Dataset(Protocol):
         set_epoch: a method (epoch), called before samples of another epoch are read; epochs count from 0, and
             validation reads epoch 0. Not with read_batch.
         classes: names of the classes; data for validation must have the same names.
-        sizes: number of samples of each source of a mixture.
+        blocks: id of the first sample of each block of samples that are read together, for data.order=blocks.
+        digest: text that changes when the data change, which a resume refuses.
     """
 
     def __len__(self) -> int: ...
@@ -134,6 +137,8 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
             return open_image_folder(config, key)
         case HuggingFaceSource():
             return _checked(open_huggingface(config, key), config.path)
+        case ShardsSource():
+            return Shards(config, key)
         case MixtureSource():
             sources = enumerate(config.sources)
             return Mixture([build_dataset(source, f"{key}.sources[{number}]") for number, source in sources])

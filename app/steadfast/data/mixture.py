@@ -73,14 +73,13 @@ class Mixture:
     """Dataset of several sources, one after another.
 
     Attributes:
-        sizes: number of samples of each source.
+        sources: the sources' datasets.
         counts_vary: as in `Dataset`.
     """
 
     def __init__(self, sources: Sequence[Any]) -> None:
-        self._sources = sources
-        self.sizes = tuple(len(source) for source in sources)
-        self._ends = list(accumulate(self.sizes))
+        self.sources = sources
+        self._starts = [0, *accumulate(map(len, sources))]
         units = {getattr(source, "units_per_sample", 1) for source in sources}
         self.counts_vary = len(units) > 1 or any(getattr(source, "counts_vary", True) for source in sources)
         if len(units) == 1:
@@ -89,17 +88,17 @@ class Mixture:
             self.set_epoch = self._set_epoch
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._starts[-1]
 
     def __getitem__(self, index: int, /) -> Any:
-        number = bisect_right(self._ends, index)
-        return self._sources[number][index - (self._ends[number] - self.sizes[number])]
+        number = bisect_right(self._starts, index) - 1
+        return self.sources[number][index - self._starts[number]]
 
     def without_augmentation(self) -> "Mixture":
-        return Mixture([_plain(source) for source in self._sources])
+        return Mixture([_plain(source) for source in self.sources])
 
     def _set_epoch(self, epoch: int) -> None:
-        for source in _having(self._sources, "set_epoch"):
+        for source in _having(self.sources, "set_epoch"):
             source.set_epoch(epoch)
 
 

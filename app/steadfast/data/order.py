@@ -8,12 +8,13 @@ keyed permutation, so each sample comes once per epoch, on any worker. `data.ord
 import functools
 import math
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steadfast.config import DataConfig, MixtureData
+from steadfast.config import DataConfig, MixtureData, ShardsSource
 from steadfast.config.target import build_function
 from steadfast.data.mixture import Turns
 from steadfast.errors import DataError
@@ -33,8 +34,33 @@ _EPOCH = 1
 _DIGEST = 2
 _DRAW = 3
 _SOURCE = 4
+_BLOCK = 5
+_WINDOW = 6
+
+_WINDOW_BLOCKS = 16  # neighbouring blocks whose samples are shuffled together
 
 _NUM_TRIED = 256  # positions at which an order of the user's own is tested
+
+
+@dataclass(frozen=True, eq=False)
+class Extent:
+    """Number of samples of a dataset, and their groups.
+
+    Attributes:
+        num_samples: held-out samples included.
+        blocks: id of the first sample of each block of neighbouring samples that are read together.
+        sources: extents of the sources of a mixture.
+    """
+
+    num_samples: int
+    blocks: Int64s | None = None
+    sources: "tuple[Extent, ...]" = ()
+
+    @classmethod
+    def of(cls, dataset: Any) -> Self:
+        """Return the extent of a dataset."""
+        sources = tuple(map(cls.of, getattr(dataset, "sources", ())))
+        return cls(len(dataset), getattr(dataset, "blocks", None), sources)
 
 
 class Order(Protocol):
@@ -197,30 +223,86 @@ class OwnOrder(SampleOrder):
         raise DataError(f"data.order: {self._name} {what}")
 
 
+class BlockOrder(SampleOrder):
+    """Order that reads neighbouring samples at about the same time.
+
+    In each epoch the blocks come in another keyed order, and the samples of each 16 blocks in a row are shuffled. The
+    last samples of the dataset are held out.
+    """
+
+    def __init__(self, blocks: Int64s, num_samples: int, validation_fraction: float, seed: int) -> None:
+        super().__init__(num_samples, validation_fraction, seed)
+        self._starts = blocks[blocks < self.num_train]
+        self._sizes = np.diff(self._starts, append=self.num_train)
+        self._epoch: tuple[int, _ShuffledBlocks] | None = None
+
+    def train(self, positions: Int64s) -> Int64s:
+        epochs, places = np.divmod(positions, self.num_train)
+        ids = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            its = epochs == epoch
+            ids[its] = self._shuffled(epoch)(places[its])
+        return ids
+
+    def validation(self, positions: Int64s) -> Int64s:
+        assert self.num_validation, "no samples are held out"
+        return self.num_train + positions % self.num_validation
+
+    def _shuffled(self, epoch: int) -> "_ShuffledBlocks":
+        # Of many blocks the order takes milliseconds, so it is kept.
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, _ShuffledBlocks(self._starts, self._sizes, keyed_hash(_BLOCK, self.seed, epoch))
+        return self._epoch[1]
+
+
+class _ShuffledBlocks:
+    """One epoch of a `BlockOrder`."""
+
+    def __init__(self, starts: Int64s, sizes: Int64s, key: int) -> None:
+        self._key = key
+        numbers = np.arange(len(starts)).astype(np.uint64)
+        chosen = np.argsort(_mix(numbers * _GOLDEN_GAMMA + _key(_BLOCK, key)), kind="stable")
+        self._starts = starts[chosen]
+        self._ends = np.cumsum(sizes[chosen])  # places at which the blocks end
+        self._begins = self._ends - sizes[chosen]
+        last = np.minimum(np.arange(0, len(chosen), _WINDOW_BLOCKS) + _WINDOW_BLOCKS, len(chosen)) - 1
+        self._window_ends = self._ends[last]
+
+    def __call__(self, places: Int64s) -> Int64s:
+        """Return the sample of each place of the epoch."""
+        windows = np.searchsorted(self._window_ends, places, side="right")
+        shuffled = np.empty_like(places)
+        for window in np.unique(windows).tolist():
+            its = windows == window
+            begin = int(self._window_ends[window - 1]) if window else 0
+            permute = Permutation(int(self._window_ends[window]) - begin, _key(_WINDOW, self._key, window))
+            shuffled[its] = begin + permute(places[its] - begin)
+        blocks = np.searchsorted(self._ends, shuffled, side="right")
+        return self._starts[blocks] + shuffled - self._begins[blocks]
+
+
 class MixtureOrder(SampleOrder):
     """Order of the samples of several sources.
 
     The sources take turns by their weights. Each source has an order of its own, with held-out samples of its own.
 
     Args:
-        sizes: number of samples of each source, which follow each other in the dataset.
+        parts: the order of each source. The samples of the sources follow each other in the dataset.
         weights: a positive integer for each source.
 
     Attributes:
         turns: the sequence of the sources.
-        parts: the order of each source.
         starts: the id of each source's first sample.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[int], validation_fraction: float, seed: int) -> None:
+    def __init__(self, parts: Sequence[SampleOrder], weights: Sequence[int], seed: int) -> None:
         self.seed = seed
         self.turns = Turns(weights)
-        self.parts = []
-        for number, size in enumerate(sizes):
-            self.parts.append(SampleOrder(size, validation_fraction, keyed_hash(_SOURCE, seed, number)))
+        self.parts = parts
+        sizes = [part.num_train + part.num_validation for part in parts]
         self.starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self.num_train = sum(part.num_train for part in self.parts)
-        self.num_validation = sum(part.num_validation for part in self.parts)
+        self.num_train = sum(part.num_train for part in parts)
+        self.num_validation = sum(part.num_validation for part in parts)
 
     def train(self, positions: Int64s) -> Int64s:
         sources, turns = self.turns(positions)
@@ -243,25 +325,43 @@ class MixtureOrder(SampleOrder):
         return ids
 
 
-def build_order(config: DataConfig, num_samples: int, seed: int, sizes: Sequence[int] = ()) -> SampleOrder:
-    """Build the order of a dataset of `num_samples`, including held-out samples.
+def build_order(config: DataConfig, extent: Extent | int, seed: int) -> SampleOrder:
+    """Build the order of a dataset.
 
     Args:
-        sizes: number of samples of each source of a mixture.
+        extent: of the dataset. A number of samples is enough unless the data are shards or a mixture.
 
     Raises:
         ConfigError: the target of `data.order` cannot be loaded.
         DataError: the target is not a valid order.
     """
+    if isinstance(extent, int):
+        extent = Extent(extent)
+    fraction = config.held_out_fraction
     if isinstance(config, MixtureData):
-        return MixtureOrder(sizes, config.integer_weights, config.held_out_fraction, seed)
+        parts = []
+        for number, (source, its) in enumerate(zip(config.sources, extent.sources, strict=True)):
+            own_seed = keyed_hash(_SOURCE, seed, number)
+            if isinstance(source, ShardsSource):
+                parts.append(_of_blocks(its, fraction, own_seed))
+            else:
+                parts.append(SampleOrder(its.num_samples, fraction, own_seed))
+        return MixtureOrder(parts, config.integer_weights, seed)
     match config.order:
         case "shuffled":
-            return SampleOrder(num_samples, config.held_out_fraction, seed)
+            return SampleOrder(extent.num_samples, fraction, seed)
+        case "blocks":
+            return _of_blocks(extent, fraction, seed)
         case "sequential":
-            return OwnOrder(num_samples, config.held_out_fraction, seed, _sequential, "sequential")
+            return OwnOrder(extent.num_samples, fraction, seed, _sequential, "sequential")
     order: Order = build_function(config.order, "data.order")
-    return OwnOrder(num_samples, config.held_out_fraction, seed, order, config.order.target)
+    return OwnOrder(extent.num_samples, fraction, seed, order, config.order.target)
+
+
+def _of_blocks(extent: Extent, fraction: float, seed: int) -> SampleOrder:
+    if extent.blocks is None:
+        raise DataError("data.order=blocks: the dataset has no blocks, see steadfast.data.datasets.Dataset")
+    return BlockOrder(extent.blocks, extent.num_samples, fraction, seed)
 
 
 def _sequential(seed: int, epoch: Int64s, place: Int64s, num_samples: int, /) -> Int64s:

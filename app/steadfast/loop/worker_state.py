@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from steadfast.checkpoint.state import (
 )
 from steadfast.checkpoint.writer import Writer
 from steadfast.config import Config, Every, TargetOptimizer, TensorSection
-from steadfast.data import Dataset, Loader, build_dataset, build_order
+from steadfast.data import Dataset, Extent, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import NotDeferrable, SteadfastError, UsageError
@@ -89,8 +88,7 @@ class WorkerState:
         # The loss count of a sample without masking, and whether samples may be masked.
         self.units_per_sample: int = getattr(self.dataset, "units_per_sample", 1)
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
-        sizes = getattr(self.dataset, "sizes", ())
-        self.order = build_order(config.data, len(self.dataset), config.run.seed, sizes)
+        self.order = build_order(config.data, Extent.of(self.dataset), config.run.seed)
         param_dtype = self.precision.param_dtype  # does not depend on the world
         self.loader = Loader(self.dataset, self.order, config.data, device, param_dtype)
         size = config.batch.microbatch_size
@@ -509,12 +507,13 @@ class WorkerState:
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """Return a digest that identifies a dataset by two samples of each source."""
+    """Return a digest that identifies a dataset by two of its samples, and by the index of its shards."""
     # Resuming with other data would break the order of samples. Reading the whole dataset would take hours.
-    sizes = getattr(dataset, "sizes", (len(dataset),))
-    digest = hashlib.sha256(" ".join(map(str, sizes)).encode())
-    ends = list(itertools.accumulate(sizes))
-    for index in itertools.chain(*((end - size, end - 1) for size, end in zip(sizes, ends, strict=True))):
+    sources = getattr(dataset, "sources", None)
+    if sources is not None:
+        return hashlib.sha256(" ".join(map(fingerprint, sources)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{len(dataset)}{getattr(dataset, 'digest', '')}".encode())
+    for index in (0, len(dataset) - 1):
         # Without a seed, a dataset with random augmentation would have another digest each time.
         with own_randomness(0):
             sample = stack([dataset[index]])

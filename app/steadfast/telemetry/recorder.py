@@ -226,7 +226,7 @@ class Recorder:
         known: dict[str, Any] = {
             "step_s": round(step_s, 4),
             "num_samples": len(self._worker.dataset),
-            "source_sizes": getattr(self._worker.dataset, "sizes", None),
+            "source_sizes": tuple(map(len, getattr(self._worker.dataset, "sources", ()))) or None,
             "run": self._config.run.name,
             "precision": self._worker.precision.kind,
             "num_parameters": sum(param.numel() for param in self._worker.model.parameters()),
