@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from steadfast.checkpoint.catalog import Catalog, path_of
@@ -69,6 +70,16 @@ def test_plain_pytorch_loads_what_was_exported(
     other = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     other.load_state_dict(load(out))
     assert torch.equal(other(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_loader_reads_a_folder_of_dcp(run: Path, model: nn.Module) -> None:
+    out = run / "dcp"
+    assert command("export", run, "--out", out, "--format", "dcp") == 0
+    found = {"model": {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(out), no_dist=True)
+    assert torch.equal(found["model"]["0.weight"], model.get_parameter("0.weight"))
+    assert command("export", run, "--out", out, "--format", "dcp") == 2
 
 
 def test_a_step_may_be_chosen(run: Path) -> None:

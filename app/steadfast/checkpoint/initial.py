@@ -1,6 +1,6 @@
 """Build the initial model, and load any weights from a file.
 
-Such a file is written by `export` or by Hugging Face's `save_pretrained`.
+Such a file is written by `export`, by Hugging Face's `save_pretrained` or by `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # Files in a folder of Hugging Face, in order of preference; an index lists the files of a large model.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
+METADATA = ".metadata"  # in a folder of torch.distributed.checkpoint
 # The user's file may hold anything. A reader, or the model, refuses the file with one of these errors.
 _REFUSALS = (
     OSError,
@@ -102,9 +103,7 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
         UsageError: the weights cannot be read or belong to another model; or, if not strict, no name fits.
     """
     try:
-        weights: dict[str, Tensor] = {}
-        for file in _files_of(path):
-            weights |= _read(file)
+        weights = _weights_at(path)
         _tie(model, weights)
         for name, held in model.state_dict().items():
             if name in weights:
@@ -123,6 +122,17 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
     return Loaded(tuple(missing), tuple(unexpected))
 
 
+def _weights_at(path: Path) -> dict[str, Tensor]:
+    if (path / METADATA).is_file():
+        from steadfast.checkpoint.dcp import read_dcp
+
+        return read_dcp(path)
+    weights: dict[str, Tensor] = {}
+    for file in _files_of(path):
+        weights |= _read(file)
+    return weights
+
+
 def _files_of(path: Path) -> list[Path]:
     """Return the files to read at a path.
 
@@ -138,7 +148,7 @@ def _files_of(path: Path) -> list[Path]:
             # The index maps each tensor to its file, so most files occur many times.
             files = set(json.loads(index.read_text())["weight_map"].values())
             return [path / file for file in sorted(files)]
-    raise ValueError(f"the folder holds neither {' nor '.join(_FILES)}, nor an index of one")
+    raise ValueError(f"the folder holds neither {' nor '.join(_FILES)}, nor an index of one, nor {METADATA}")
 
 
 def _read(file: Path) -> dict[str, Tensor]:

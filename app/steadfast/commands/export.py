@@ -4,6 +4,7 @@ import os
 import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 
     from steadfast.storage import Read
 
-_FORMATS = ("safetensors", "pt", "hf")
+_FORMATS = ("safetensors", "pt", "hf", "dcp")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_argument(parser)
-    parser.add_argument("--out", metavar="FILE", help="file to write, .safetensors or .pt; with hf a folder")
-    parser.add_argument("--format", choices=_FORMATS, help="default: the ending of --out; hf is for from_pretrained")
+    parser.add_argument("--out", metavar="FILE", help="file to write, .safetensors or .pt; with hf or dcp a folder")
+    parser.add_argument(
+        "--format", choices=_FORMATS, help="default: the ending of --out; hf is for from_pretrained, dcp for torch"
+    )
     parser.add_argument("--raw", action="store_true", help="write the last weights instead of a hook's averages")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; by default the newest")
     add_trust_argument(parser)
@@ -79,6 +82,7 @@ def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, ra
     import safetensors.torch
     import torch
 
+    from steadfast.checkpoint.dcp import write_dcp
     from steadfast.checkpoint.shards import whole_tensors
     from steadfast.checkpoint.weights import verified
 
@@ -88,7 +92,10 @@ def _export_weights(directory: RunDirectory, step: int, out: Path, kind: str, ra
     averages = _averages(catalog.readers(manifest), raw)
     # Averages have the names of the weights that they replace.
     weights |= averages
-    if kind == "pt":
+    if kind == "dcp":
+        _refuse_existing(out)
+        _write(out, partial(write_dcp, weights))
+    elif kind == "pt":
         _write(out, lambda path: torch.save(weights, path))
     else:
         _write(out, lambda path: safetensors.torch.save_file(weights, path, {"format": "pt"}))
@@ -108,8 +115,7 @@ def _export_model(directory: RunDirectory, config: Config, step: int, out: Path,
     from steadfast.checkpoint.weights import verified
     from steadfast.parallel.precision import build_precision
 
-    if out.exists():
-        raise UsageError(f"--out {out}: already exists; choose another folder")
+    _refuse_existing(out)
     model, _ = build_initial(config)
     save: Callable[[Path], object] | None = getattr(model, "save_pretrained", None)
     if save is None:
@@ -127,6 +133,11 @@ def _export_model(directory: RunDirectory, config: Config, step: int, out: Path,
     model.load_state_dict(averages, strict=False)
     _write(out, save)
     return f"a {type(model).__name__}{_averaged(averages)}"
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise UsageError(f"--out {out}: already exists; choose another folder")
 
 
 def _averages(files: "Sequence[Read]", raw: bool) -> dict[str, "Tensor"]:

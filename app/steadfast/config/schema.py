@@ -50,7 +50,7 @@ class RunConfig(Section):
     """length of the run in optimizer steps; 2000 unless run.epochs is given"""
     init_from: Text | None = None
     """file of initial weights, instead of random weights: a file written by `export`, a state_dict of the model, or a
-    folder written by Hugging Face's save_pretrained"""
+    folder written by Hugging Face's save_pretrained or by torch.distributed.checkpoint"""
     init_strict: bool = True
     """require that run.init_from has exactly the model's parameters; with false, matching parameters are loaded, and
     the run reports the rest"""
