@@ -1,14 +1,35 @@
-"""The table of the storms as text, and the page with its picture."""
+"""The table of the storms as text, and the page with its picture.
+
+`python -m tests.chaos.storm_page runs/storm/storm.json` writes table, picture and figures into `docs/`.
+"""
 
 from __future__ import annotations
 
 import html
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.chaos.storm import Outcome
+from tests.chaos.storm import Outcome
+
+_DOCS = Path("docs")
+_BEGIN, _END = "<!-- table -->", "<!-- end of the table -->"
+# Of the documentation's table: titles by column. The other columns are in the JSON.
+_PUBLISHED = {
+    "wall_s": "wall s",
+    "ettr": "ETTR",
+    "num_faults": "faults",
+    "stall_s": "stall s",
+    "num_commands": "commands",
+    "wasted_steps": "steps done again",
+    "worker_s": "worker s",
+    "samples_strayed": "samples lost or twice",
+    "difference": "difference",
+    "equal": "equal bits",
+}
 
 COLUMNS = (
     "wall_s",
@@ -143,3 +164,42 @@ _STYLE = """<!doctype html><meta charset="utf-8"><title>Steadfast: storms</title
 <style>body{font:14px sans-serif;margin:2em;max-width:1200px}table{border-collapse:collapse;font-size:12px}
 td,th{padding:2px 8px;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}svg{width:100%}
 </style>"""
+
+
+def publish(file: Path) -> None:
+    """Write the figures of a call into the documentation."""
+    document = json.loads(file.read_text())
+    outcomes = [Outcome(**outcome) for outcome in document["outcomes"]]
+    pictured = next(group for _, group in _storms(outcomes) if len({len(outcome.strikes) for outcome in group}) > 1)
+    (_DOCS / "storms.svg").write_text(picture(pictured))
+    for outcome in document["outcomes"]:
+        del outcome["progress"]
+    (_DOCS / "storms.json").write_text(json.dumps(document, indent=1) + "\n")
+    page = _DOCS / "storms.md"
+    before, _, rest = page.read_text().partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    parts = [
+        f"{before}{_BEGIN}\n",
+        f"{_facts(document)}.\n",
+        _markdown(outcomes),
+        "",
+        *_notes(outcomes),
+        "",
+        f"{_END}{after}",
+    ]
+    page.write_text("\n".join(parts))
+
+
+def _markdown(outcomes: Sequence[Outcome]) -> str:
+    overheads = {outcome.contender: outcome.step_overhead for outcome in outcomes if outcome.step_overhead is not None}
+    lines = [f"| storm | contender | {' | '.join(_PUBLISHED.values())} |", "|---" * (len(_PUBLISHED) + 2) + "|"]
+    for name, group in _storms(outcomes):
+        for index, outcome in enumerate(group):
+            figures = [_shown(getattr(outcome, column)) for column in _PUBLISHED]
+            lines.append(f"| {'' if index else name} | {outcome.contender} | {' | '.join(figures)} |")
+    shown = ", ".join(f"{name} {overhead:+.1%}" for name, overhead in overheads.items())
+    return "\n".join([*lines, "", f"Overhead of a step without faults, compared with torchrun: {shown}."])
+
+
+if __name__ == "__main__":
+    publish(Path(sys.argv[1]))
