@@ -12,7 +12,7 @@ PARALLEL := -n $(JOBS) --maxschedchunk 4
 GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-drills
 
-.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster slow-files test-all test-newest e2e gpu gpu-1 gpu-2 check docs site
+.PHONY: install train unit test test-slow slow-unit slow-dist slow-cluster slow-files test-all test-newest e2e gpu gpu-1 gpu-2 check docs site storm
 
 PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 
@@ -83,6 +83,10 @@ test-newest:
 # Needs root and, on Debian, apt-get install openssh-server rsync iproute2. `pytest tests/e2e -m slow` is the rest.
 e2e: .venv/.e2e
 	$(PYTEST) tests/e2e -m "not slow"
+
+# The same work under the same random faults, by this application and by others: 20 minutes, or MINUTES=120 for all.
+storm: .venv/.dev
+	$(BIN)/python main.py chaos --config ddp.yaml --storm $(if $(MINUTES),--minutes $(MINUTES))
 
 # Drills on one GPU, in two parts of nine minutes. Installs nothing: tests/gpu/README.md says what the Python needs.
 gpu:

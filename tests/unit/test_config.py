@@ -50,7 +50,8 @@ BAD = [
     ("model: {kind: ~}", "x.yaml:1: model.kind: unknown kind, found null; valid: gpt, mlp, target"),
     (
         "data: {kind: csv}",
-        'x.yaml:1: data.kind: unknown kind, found "csv"; valid: huggingface, image_folder, target, text, tokens',
+        'x.yaml:1: data.kind: unknown kind, found "csv"; valid: huggingface, image_folder, jsonl, mixture, parquet, '
+        "target, text, tokens, webdataset",
     ),
     ("optimizer: {kind: adan}", 'x.yaml:1: optimizer.kind: unknown kind, found "adan"; nearest is adam'),
     (
@@ -376,7 +377,7 @@ def test_an_order_is_a_word_or_a_target_and_makes_another_run() -> None:
     assert parse_config(dump_config(config), "x.yaml") == config
     assert all(change.identity for change in diff(config, parse_config("", "x.yaml")))
     assert problems("data: {order: sequentail}") == [
-        "x.yaml:1: data.order: must be 'shuffled' or 'sequential', found \"sequentail\"; nearest is sequential"
+        "x.yaml:1: data.order: must be 'shuffled', 'blocks' or 'sequential', found \"sequentail\"; nearest is sequential"
     ]
     assert problems("data: {order: {targt: 'a:b'}}")[0] == "x.yaml:1: data.order.target: missing"
     assert problems("data: {shuffle: false}") == [

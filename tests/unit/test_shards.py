@@ -1,206 +1,181 @@
-"""Shards of each format: every sample, the index, and what is refused."""
+"""One rank's tensors as a file: any cut of the state can be read from any other."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import pickle
-import tarfile
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
-from pyarrow import parquet
+import safetensors.torch
+import torch
 
-from steadfast.config import parse_config
-from steadfast.data import Extent, build_dataset, build_order
-from steadfast.data.order import BlockOrder
-from steadfast.data.shards import Shards
-from steadfast.errors import DataError
-from steadfast.loop.worker_state import fingerprint
+from steadfast.checkpoint.shards import Shard, StagingBuffer, load_shards, shards_of, shards_to_write, whole_tensors
+from steadfast.errors import StorageError
+from steadfast.storage import Read
+from steadfast.storage.memory import MemoryStore
+from steadfast.world.runtime import World
 
-NUM_SAMPLES = 700  # in two shards, more than a block in the first
-FIRST = 600
-KINDS = ["parquet", "jsonl", "webdataset"]
+State = dict[str, Any]  # of tensors, and of more of the same
 
-
-@pytest.fixture(autouse=True)
-def indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("steadfast.data.shards.runs_root", lambda: tmp_path)
-    return tmp_path / "indices"
+STATE: State = {
+    "model": {
+        "weight": torch.arange(35, dtype=torch.float32).view(7, 5),
+        "half": torch.arange(9).bfloat16(),
+        "flag": torch.tensor([True, False, True]),
+    },
+    "optimizer": {"weight": {"step": torch.tensor(3.0), "exp_avg": torch.randn(7, 5, dtype=torch.float64)}},
+}
 
 
-def values(number: int) -> dict[str, Any]:
-    return {"label": number, "tokens": [number, number + 1], "text": f"sample {number}"}
+def staged(shards: list[Shard]) -> bytes:
+    copy = StagingBuffer()
+    copy.fill(shards)
+    data = b"".join(copy.chunks())
+    assert len(data) == copy.num_bytes
+    return data
 
 
-def write_shards(folder: Path, kind: str, starts: tuple[int, ...] = (0, FIRST, NUM_SAMPLES)) -> None:
-    folder.mkdir(exist_ok=True)
-    for shard, (start, stop) in enumerate(itertools.pairwise(starts)):
-        samples = [values(number) for number in range(start, stop)]
-        match kind:
-            case "parquet":
-                table = pa.Table.from_pylist(samples)
-                parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=100)
-            case "jsonl":
-                (folder / f"{shard}.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
-            case "webdataset":
-                write_tar(folder / f"{shard}.tar", samples)
+def cut(state: State, num_ranks: int, rank: int) -> list[Shard]:
+    """As FSDP2 does: rows, of which the last ranks may have none."""
+    shards = []
+    for shard in shards_of(state):
+        if not shard.shape:
+            shards += [shard] if rank == 0 else []
+            continue
+        rows = -(-shard.shape[0] // num_ranks)
+        first = min(rank * rows, shard.shape[0])
+        box = shard.tensor[first : first + rows]
+        shards.append(Shard(shard.name, box, shard.shape, (first, *shard.offset[1:]), sharded=True))
+    return shards
 
 
-def write_tar(path: Path, samples: list[dict[str, Any]]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for sample in samples:
-            tokens = io.BytesIO()
-            np.save(tokens, np.array(sample["tokens"]))
-            add(tar, f"{sample['label']:06d}.cls", str(sample["label"]).encode())
-            add(tar, f"{sample['label']:06d}.tokens.npy", tokens.getvalue())
-            add(tar, f"{sample['label']:06d}.txt", sample["text"].encode())
+def reads_of(store: MemoryStore, names: list[str]) -> list[Read]:
+    return [partial(store.read, name) for name in names]
 
 
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
+def empty(state: State) -> State:
+    return {k: empty(v) if isinstance(v, dict) else torch.zeros_like(v) for k, v in state.items()}
 
 
-def shards(folder: Path, kind: str, *more: str) -> Shards:
-    words = ", ".join([f"kind: {kind}", f"path: {folder}", *more])
-    dataset = build_dataset(parse_config(f"data: {{{words}}}").data)
-    assert isinstance(dataset, Shards)
-    return dataset
+def written(num_ranks: int) -> tuple[MemoryStore, list[str]]:
+    store, names = MemoryStore(), []
+    for rank in range(num_ranks):
+        names.append(f"rank-{rank}")
+        store.files[names[-1]] = staged([shard for shard in cut(STATE, num_ranks, rank) if shard.tensor.numel()])
+    return store, names
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_sample_is_read_in_any_order_and_in_another_process(tmp_path: Path, kind: str) -> None:
-    write_shards(tmp_path / "data", kind)
-    dataset = shards(tmp_path / "data", kind)
-    assert len(dataset) == NUM_SAMPLES
-    names = {"label": "cls", "tokens": "tokens.npy", "text": "txt"} if kind == "webdataset" else {}
-    for one in (dataset, pickle.loads(pickle.dumps(dataset))):
-        for number in (699, 0, 599, 600, 255, 256, 100):
-            sample = one[number]
-            found = {name: sample[names.get(name, name)] for name in values(number)}
-            found["tokens"] = list(found["tokens"])
-            assert found == values(number)
+@pytest.mark.parametrize(("writers", "readers"), [*itertools.product([1, 2, 3, 9], repeat=2)])
+def test_any_number_of_ranks_reads_what_any_other_wrote(writers: int, readers: int) -> None:
+    store, names = written(writers)
+    found = empty(STATE)
+    for rank in range(readers):
+        shards = cut(found, readers, rank)
+        if rank:  # a number is not cut: each rank has it
+            shards += [shard for shard in shards_of(found) if not shard.shape]
+        load_shards(reads_of(store, names), shards)
+    for ours, theirs in zip(shards_of(found), shards_of(STATE), strict=True):
+        assert torch.equal(ours.tensor, theirs.tensor), ours.name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_columns_choose_the_values(tmp_path: Path, kind: str) -> None:
-    write_shards(tmp_path / "data", kind)
-    column = "cls" if kind == "webdataset" else "label"
-    assert shards(tmp_path / "data", kind, f"columns: [{column}]")[5] == {column: 5}
-    with pytest.raises(DataError, match="no_such"):
-        shards(tmp_path / "data", kind, "columns: [no_such]")[5]
+def test_boxes_that_are_cut_along_columns_too() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    store = MemoryStore()
+    for index, (row, column) in enumerate([(0, 0), (0, 2), (2, 0), (2, 2)]):
+        box = whole[row : row + 2, column : (2 if column == 0 else 6)]
+        store.files[str(index)] = staged([Shard("m.w", box, (4, 6), (row, column))])
+    target = torch.zeros(3, 3)
+    load_shards(reads_of(store, list(store.files)), [Shard("m.w", target, (4, 6), (1, 1))])
+    assert torch.equal(target, whole[1:4, 1:4])
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "webdataset"])
-def test_an_index_is_made_once_and_anew_for_a_changed_file(tmp_path: Path, kind: str, indices: Path) -> None:
-    write_shards(tmp_path / "data", kind)
-    before = shards(tmp_path / "data", kind)
-    mark = fingerprint(before)
-    made = {path: path.stat().st_mtime_ns for path in indices.iterdir()}
-    assert len(made) == 2
-    assert shards(tmp_path / "data", kind).digest == before.digest
-    assert {path: path.stat().st_mtime_ns for path in indices.iterdir()} == made
-    write_shards(tmp_path / "data", kind, (0, FIRST, NUM_SAMPLES - 10))
-    after = shards(tmp_path / "data", kind)
-    assert len(after) == NUM_SAMPLES - 10
-    assert fingerprint(after) != mark, "so that a resume refuses the data"
+def test_a_file_is_plain_safetensors() -> None:
+    found = safetensors.torch.load(staged(shards_of(STATE)))
+    assert torch.equal(found["model.weight"], STATE["model"]["weight"])
+    assert torch.equal(found["model.half"], STATE["model"]["half"])
+    assert found["optimizer.weight.step"] == 3.0
 
 
-def test_a_changed_parquet_has_another_fingerprint(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", "parquet")
-    before = fingerprint(shards(tmp_path / "data", "parquet", "columns: [label]"))
-    write_shards(tmp_path / "data", "parquet", (0, FIRST + 1, NUM_SAMPLES))
-    assert fingerprint(shards(tmp_path / "data", "parquet", "columns: [label]")) != before
+def test_a_copy_is_a_copy_and_its_memory_is_used_again() -> None:
+    tensor = torch.ones(4)
+    copy = StagingBuffer()
+    copy.fill([Shard("w", tensor, (4,), (0,))])
+    tensor.zero_()
+    assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [1.0] * 4
+    copy.fill([Shard("w", tensor[:2], (2,), (0,))])
+    assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [0.0] * 2
 
 
-def test_blocks_are_row_groups_or_runs_of_samples(tmp_path: Path) -> None:
-    write_shards(tmp_path / "rows", "parquet")
-    assert shards(tmp_path / "rows", "parquet").blocks.tolist() == [*range(0, 700, 100)]
-    write_shards(tmp_path / "lines", "jsonl")
-    assert shards(tmp_path / "lines", "jsonl").blocks.tolist() == [0, 256, 512, 600]
+def test_to_make_room_again_leaves_a_copy_as_it_is() -> None:
+    """A survivor begins its next attempt while the copy of the last one is still on its way to storage."""
+    copy, shards = StagingBuffer(), [Shard("w", torch.ones(4), (4,), (0,))]
+    copy.reserve(shards)
+    copy.fill(shards)
+    file = b"".join(copy.chunks())
+    copy.reserve(shards)
+    assert b"".join(copy.chunks()) == file
 
 
-def test_images_of_a_tar_are_tensors(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    image = io.BytesIO()
-    Image.new("RGB", (4, 3), (255, 0, 0)).save(image, "png")
-    with tarfile.open(tmp_path / "data" / "0.tar", "w") as tar:
-        add(tar, "a/0.png", image.getvalue())
-        add(tar, "a/0.json", b'{"class": 3}')
-    sample = shards(tmp_path / "data", "webdataset")[0]
-    assert sample["png"].shape == (3, 3, 4)
-    assert sample["json"] == {"class": 3}
-
-
-def test_empty_lines_and_a_missing_last_end_are_no_samples(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "0.jsonl").write_text('\n{"a": 1}\n\n\n{"a": 2}\n{"a": 3}')
-    dataset = shards(tmp_path / "data", "jsonl")
-    assert [dataset[index]["a"] for index in range(len(dataset))] == [1, 2, 3]
-
-
-def cut(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2 + 100])
+def test_one_part_is_read_whole_by_its_own_names() -> None:
+    store, names = written(3)
+    model = whole_tensors(reads_of(store, names), "model")
+    assert {name: tensor.shape for name, tensor in model.items()} == {
+        name: tensor.shape for name, tensor in STATE["model"].items()
+    }
+    assert torch.equal(model["weight"], STATE["model"]["weight"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "damage", "sentence"),
+    ("target", "said"),
     [
-        ("parquet", cut, "no whole Parquet file"),
-        ("webdataset", cut, "no whole tar"),
-        ("parquet", Path.unlink, r"no folder with \*\.parquet"),
-        ("jsonl", lambda path: path.write_text(""), "has no samples"),
-        ("jsonl", lambda path: path.write_text("[1]\n"), "no JSON object"),
-        ("jsonl", lambda path: path.write_text('{"a":\n'), "no JSON"),
+        (Shard("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
+        (Shard("w", torch.zeros(2), (3,), (0,)), r"w is \[2\] there, \[3\] here"),
     ],
 )
-def test_a_damaged_shard_is_named(tmp_path: Path, kind: str, damage: Any, sentence: str) -> None:
-    write_shards(tmp_path / "data", kind, (0, 100))
-    (path,) = (tmp_path / "data").iterdir()
-    damage(path)
-    with pytest.raises(DataError, match=sentence):
-        shards(tmp_path / "data", kind)[0]
+def test_another_model_is_told(target: Shard, said: str) -> None:
+    store = MemoryStore()
+    store.files["f"] = staged([Shard("w", torch.ones(2), (2,), (0,))])
+    with pytest.raises(StorageError, match=said):
+        load_shards(reads_of(store, ["f"]), [target])
 
 
-def test_a_file_that_changes_under_its_index_is_told_with_the_remedy(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", "webdataset")
-    dataset = shards(tmp_path / "data", "webdataset")
-    cut(tmp_path / "data" / "0.tar")
-    with pytest.raises(DataError, match=r"0\.tar cannot be read .* delete .*indices"):
-        dataset[599]
+def test_a_hole_is_told() -> None:
+    store = MemoryStore()
+    store.files["f"] = staged([Shard("w", torch.ones(2, 3), (4, 3), (0, 0))])
+    with pytest.raises(StorageError, match="lacks 3 of the numbers of w"):
+        load_shards(reads_of(store, ["f"]), [Shard("w", torch.zeros(2, 3), (4, 3), (1, 0))])
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=50), st.sampled_from([0.0, 0.3]), st.integers(0, 5))
-def test_an_epoch_in_blocks_has_each_sample_once(sizes: list[int], fraction: float, seed: int) -> None:
-    total = sum(sizes)
-    order = BlockOrder(np.cumsum([0, *sizes])[:-1], total, fraction, seed)
-    positions = np.arange(2 * order.num_train)
-    ids = order.train(positions)
-    for epoch in ids.reshape(2, -1):
-        assert sorted(epoch) == list(range(order.num_train))
-    assert [int(order.train(positions[place : place + 1])[0]) for place in range(0, len(ids), 7)] == ids[::7].tolist()
-    if order.num_validation:
-        assert order.validation(np.arange(order.num_validation)).tolist() == list(range(order.num_train, total))
+def test_the_header_says_where_a_shard_belongs() -> None:
+    store, names = written(3)
+    header = json.loads(store.files[names[1]][8 : 8 + int.from_bytes(store.files[names[1]][:8], "little")])
+    assert json.loads(header["__metadata__"]["boxes"])["model.weight"] == [[7, 5], [3, 0]]
 
 
-def test_an_epoch_in_blocks_reads_few_blocks_at_a_time_and_is_another_each_time() -> None:
-    order = BlockOrder(np.arange(0, 100_000, 100), 100_000, 0.0, 1)
-    ids = order.train(np.arange(200_000))
-    assert len(np.unique(ids[:1600] // 100)) == 16
-    assert not np.array_equal(ids[:100_000], ids[100_000:])
-    assert np.abs(np.diff(ids[:1600])).mean() > 1000
+def test_a_tensor_that_holds_nothing_is_a_part_of_the_state() -> None:
+    state = {"model": {"weight": torch.ones(2), "nothing": torch.empty(0, 3)}}
+    shards = shards_to_write(state, ranks_of_two_shards()[0])
+    store = MemoryStore()
+    store.files["rank-0"] = staged(shards)
+    load_shards(reads_of(store, ["rank-0"]), shards_of(empty(state)))
+    assert whole_tensors(reads_of(store, ["rank-0"]), "model")["nothing"].shape == (0, 3)
+    assert safetensors.torch.load(store.files["rank-0"])["model.nothing"].shape == (0, 3)
 
 
-def test_blocks_need_a_dataset_that_has_some(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the dataset has no blocks"):
-        build_order(parse_config("data: {kind: text, order: blocks}").data, Extent(10), 1)
+def test_who_does_not_write_replicas_writes_shards_alone() -> None:
+    assert shards_to_write(STATE, ranks_of_two_shards()[1]) == []
+
+
+def ranks_of_two_shards() -> list[World]:
+    return [World(rank, 2, 1, SimpleNamespace(), replica_size=2) for rank in range(2)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_numbers_are_numbers(dtype: torch.dtype) -> None:
+    state = {"model": {"ids": torch.arange(5).to(dtype)}}
+    store = MemoryStore()
+    store.files["rank-0"] = staged(shards_to_write(state, ranks_of_two_shards()[0]))
+    assert torch.equal(whole_tensors(reads_of(store, ["rank-0"]), "model")["ids"], state["model"]["ids"])

@@ -51,6 +51,7 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
         "parallel/stages.py",
         "world/allocations.py",
         "analysis/memory.py",
+        "checkpoint/dcp.py",
         "telemetry/memory_history.py",
     }
 
@@ -70,6 +71,12 @@ def test_the_default_group_may_be_replaced_for_a_while() -> None:
 
 def test_names_of_groups_follow_from_the_count_that_is_reset() -> None:
     assert "group_count" in inspect.getsource(distributed_c10d._process_group_name)
+
+
+def test_metadata_of_dcp_name_the_classes_that_are_allowed() -> None:
+    assert inspect.isclass(torch.distributed.checkpoint.filesystem._StorageInfo)
+    assert inspect.isclass(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING)
+    assert callable(torch.serialization._get_layout)
 
 
 def test_an_nccl_communicator_can_be_aborted() -> None:

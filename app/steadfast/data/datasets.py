@@ -31,7 +31,7 @@ from steadfast.data.batches import Batch
 from steadfast.data.huggingface import open_huggingface
 from steadfast.data.images import open_image_folder
 from steadfast.data.mixture import Mixture
-from steadfast.data.shards import Shards
+from steadfast.data.shard_files import Shards
 from steadfast.errors import DataError
 from steadfast.run.directory import place_of_data, runs_root
 

@@ -1,0 +1,206 @@
+"""Shards of each format: every sample, the index, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from pyarrow import parquet
+
+from steadfast.config import parse_config
+from steadfast.data import Extent, build_dataset, build_order
+from steadfast.data.order import BlockOrder
+from steadfast.data.shard_files import Shards
+from steadfast.errors import DataError
+from steadfast.loop.worker_state import fingerprint
+
+NUM_SAMPLES = 700  # in two shards, more than a block in the first
+FIRST = 600
+KINDS = ["parquet", "jsonl", "webdataset"]
+
+
+@pytest.fixture(autouse=True)
+def indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("steadfast.data.shard_files.runs_root", lambda: tmp_path)
+    return tmp_path / "indices"
+
+
+def values(number: int) -> dict[str, Any]:
+    return {"label": number, "tokens": [number, number + 1], "text": f"sample {number}"}
+
+
+def write_shards(folder: Path, kind: str, starts: tuple[int, ...] = (0, FIRST, NUM_SAMPLES)) -> None:
+    folder.mkdir(exist_ok=True)
+    for shard, (start, stop) in enumerate(itertools.pairwise(starts)):
+        samples = [values(number) for number in range(start, stop)]
+        match kind:
+            case "parquet":
+                table = pa.Table.from_pylist(samples)
+                parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=100)
+            case "jsonl":
+                (folder / f"{shard}.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+            case "webdataset":
+                write_tar(folder / f"{shard}.tar", samples)
+
+
+def write_tar(path: Path, samples: list[dict[str, Any]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for sample in samples:
+            tokens = io.BytesIO()
+            np.save(tokens, np.array(sample["tokens"]))
+            add(tar, f"{sample['label']:06d}.cls", str(sample["label"]).encode())
+            add(tar, f"{sample['label']:06d}.tokens.npy", tokens.getvalue())
+            add(tar, f"{sample['label']:06d}.txt", sample["text"].encode())
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def shards(folder: Path, kind: str, *more: str) -> Shards:
+    words = ", ".join([f"kind: {kind}", f"path: {folder}", *more])
+    dataset = build_dataset(parse_config(f"data: {{{words}}}").data)
+    assert isinstance(dataset, Shards)
+    return dataset
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_read_in_any_order_and_in_another_process(tmp_path: Path, kind: str) -> None:
+    write_shards(tmp_path / "data", kind)
+    dataset = shards(tmp_path / "data", kind)
+    assert len(dataset) == NUM_SAMPLES
+    names = {"label": "cls", "tokens": "tokens.npy", "text": "txt"} if kind == "webdataset" else {}
+    for one in (dataset, pickle.loads(pickle.dumps(dataset))):
+        for number in (699, 0, 599, 600, 255, 256, 100):
+            sample = one[number]
+            found = {name: sample[names.get(name, name)] for name in values(number)}
+            found["tokens"] = list(found["tokens"])
+            assert found == values(number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_choose_the_values(tmp_path: Path, kind: str) -> None:
+    write_shards(tmp_path / "data", kind)
+    column = "cls" if kind == "webdataset" else "label"
+    assert shards(tmp_path / "data", kind, f"columns: [{column}]")[5] == {column: 5}
+    with pytest.raises(DataError, match="no_such"):
+        shards(tmp_path / "data", kind, "columns: [no_such]")[5]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "webdataset"])
+def test_an_index_is_made_once_and_anew_for_a_changed_file(tmp_path: Path, kind: str, indices: Path) -> None:
+    write_shards(tmp_path / "data", kind)
+    before = shards(tmp_path / "data", kind)
+    mark = fingerprint(before)
+    made = {path: path.stat().st_mtime_ns for path in indices.iterdir()}
+    assert len(made) == 2
+    assert shards(tmp_path / "data", kind).digest == before.digest
+    assert {path: path.stat().st_mtime_ns for path in indices.iterdir()} == made
+    write_shards(tmp_path / "data", kind, (0, FIRST, NUM_SAMPLES - 10))
+    after = shards(tmp_path / "data", kind)
+    assert len(after) == NUM_SAMPLES - 10
+    assert fingerprint(after) != mark, "so that a resume refuses the data"
+
+
+def test_a_changed_parquet_has_another_fingerprint(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", "parquet")
+    before = fingerprint(shards(tmp_path / "data", "parquet", "columns: [label]"))
+    write_shards(tmp_path / "data", "parquet", (0, FIRST + 1, NUM_SAMPLES))
+    assert fingerprint(shards(tmp_path / "data", "parquet", "columns: [label]")) != before
+
+
+def test_blocks_are_row_groups_or_runs_of_samples(tmp_path: Path) -> None:
+    write_shards(tmp_path / "rows", "parquet")
+    assert shards(tmp_path / "rows", "parquet").blocks.tolist() == [*range(0, 700, 100)]
+    write_shards(tmp_path / "lines", "jsonl")
+    assert shards(tmp_path / "lines", "jsonl").blocks.tolist() == [0, 256, 512, 600]
+
+
+def test_images_of_a_tar_are_tensors(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    image = io.BytesIO()
+    Image.new("RGB", (4, 3), (255, 0, 0)).save(image, "png")
+    with tarfile.open(tmp_path / "data" / "0.tar", "w") as tar:
+        add(tar, "a/0.png", image.getvalue())
+        add(tar, "a/0.json", b'{"class": 3}')
+    sample = shards(tmp_path / "data", "webdataset")[0]
+    assert sample["png"].shape == (3, 3, 4)
+    assert sample["json"] == {"class": 3}
+
+
+def test_empty_lines_and_a_missing_last_end_are_no_samples(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "0.jsonl").write_text('\n{"a": 1}\n\n\n{"a": 2}\n{"a": 3}')
+    dataset = shards(tmp_path / "data", "jsonl")
+    assert [dataset[index]["a"] for index in range(len(dataset))] == [1, 2, 3]
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2 + 100])
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "sentence"),
+    [
+        ("parquet", cut, "no whole Parquet file"),
+        ("webdataset", cut, "no whole tar"),
+        ("parquet", Path.unlink, r"no folder with \*\.parquet"),
+        ("jsonl", lambda path: path.write_text(""), "has no samples"),
+        ("jsonl", lambda path: path.write_text("[1]\n"), "no JSON object"),
+        ("jsonl", lambda path: path.write_text('{"a":\n'), "no JSON"),
+    ],
+)
+def test_a_damaged_shard_is_named(tmp_path: Path, kind: str, damage: Any, sentence: str) -> None:
+    write_shards(tmp_path / "data", kind, (0, 100))
+    (path,) = (tmp_path / "data").iterdir()
+    damage(path)
+    with pytest.raises(DataError, match=sentence):
+        shards(tmp_path / "data", kind)[0]
+
+
+def test_a_file_that_changes_under_its_index_is_told_with_the_remedy(tmp_path: Path) -> None:
+    write_shards(tmp_path / "data", "webdataset")
+    dataset = shards(tmp_path / "data", "webdataset")
+    cut(tmp_path / "data" / "0.tar")
+    with pytest.raises(DataError, match=r"0\.tar cannot be read .* delete .*indices"):
+        dataset[599]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=50), st.sampled_from([0.0, 0.3]), st.integers(0, 5))
+def test_an_epoch_in_blocks_has_each_sample_once(sizes: list[int], fraction: float, seed: int) -> None:
+    total = sum(sizes)
+    order = BlockOrder(np.cumsum([0, *sizes])[:-1], total, fraction, seed)
+    positions = np.arange(2 * order.num_train)
+    ids = order.train(positions)
+    for epoch in ids.reshape(2, -1):
+        assert sorted(epoch) == list(range(order.num_train))
+    assert [int(order.train(positions[place : place + 1])[0]) for place in range(0, len(ids), 7)] == ids[::7].tolist()
+    if order.num_validation:
+        assert order.validation(np.arange(order.num_validation)).tolist() == list(range(order.num_train, total))
+
+
+def test_an_epoch_in_blocks_reads_few_blocks_at_a_time_and_is_another_each_time() -> None:
+    order = BlockOrder(np.arange(0, 100_000, 100), 100_000, 0.0, 1)
+    ids = order.train(np.arange(200_000))
+    assert len(np.unique(ids[:1600] // 100)) == 16
+    assert not np.array_equal(ids[:100_000], ids[100_000:])
+    assert np.abs(np.diff(ids[:1600])).mean() > 1000
+
+
+def test_blocks_need_a_dataset_that_has_some(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the dataset has no blocks"):
+        build_order(parse_config("data: {kind: text, order: blocks}").data, Extent(10), 1)
