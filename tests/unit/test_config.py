@@ -377,7 +377,8 @@ def test_an_order_is_a_word_or_a_target_and_makes_another_run() -> None:
     assert parse_config(dump_config(config), "x.yaml") == config
     assert all(change.identity for change in diff(config, parse_config("", "x.yaml")))
     assert problems("data: {order: sequentail}") == [
-        "x.yaml:1: data.order: must be 'shuffled', 'blocks' or 'sequential', found \"sequentail\"; nearest is sequential"
+        "x.yaml:1: data.order: must be 'shuffled', 'blocks' or 'sequential', found \"sequentail\"; "
+        "nearest is sequential"
     ]
     assert problems("data: {order: {targt: 'a:b'}}")[0] == "x.yaml:1: data.order.target: missing"
     assert problems("data: {shuffle: false}") == [

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import _utils
 from torch.utils import _pytree as pytree
@@ -74,8 +75,8 @@ def test_names_of_groups_follow_from_the_count_that_is_reset() -> None:
 
 
 def test_metadata_of_dcp_name_the_classes_that_are_allowed() -> None:
-    assert inspect.isclass(torch.distributed.checkpoint.filesystem._StorageInfo)
-    assert inspect.isclass(torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING)
+    assert inspect.isclass(filesystem._StorageInfo)
+    assert inspect.isclass(metadata._MEM_FORMAT_ENCODING)
     assert callable(torch.serialization._get_layout)
 
 
