@@ -69,7 +69,7 @@ def write_dcp(weights: Mapping[str, Tensor], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let this process read or write alone. Torch warns of that, though it was asked for."""
+    """Silence torch's warning that a single process reads or writes. Raises OSError if a file is damaged."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:

@@ -39,6 +39,7 @@ def run(options: Namespace) -> int:
         if error.name not in ("tests", "tests.chaos", "tests.chaos.command"):
             raise
         raise UsageError("chaos needs a checkout of the repository: tests/chaos is not part of a package") from error
+    minutes = options.minutes
     if options.storm:
-        return storm(options.config, options.words, options.mean, options.minutes or 13.0)
-    return chaos(options.config, options.words, options.minutes or 4.1)
+        return storm(options.config, options.words, options.mean, 13.0 if minutes is None else minutes)
+    return chaos(options.config, options.words, 4.1 if minutes is None else minutes)

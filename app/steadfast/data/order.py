@@ -37,7 +37,7 @@ _SOURCE = 4
 _BLOCK = 5
 _WINDOW = 6
 
-_WINDOW_BLOCKS = 16  # neighbouring blocks whose samples are shuffled together
+WINDOW_BLOCKS = 16  # neighbouring blocks whose samples are shuffled together
 
 _NUM_TRIED = 256  # positions at which an order of the user's own is tested
 
@@ -249,7 +249,7 @@ class BlockOrder(SampleOrder):
         return self.num_train + positions % self.num_validation
 
     def _shuffled(self, epoch: int) -> "_ShuffledBlocks":
-        # Of many blocks the order takes milliseconds, so it is kept.
+        # To order many blocks takes milliseconds, so the order of one epoch is kept.
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, _ShuffledBlocks(self._starts, self._sizes, keyed_hash(_BLOCK, self.seed, epoch))
         return self._epoch[1]
@@ -261,11 +261,11 @@ class _ShuffledBlocks:
     def __init__(self, starts: Int64s, sizes: Int64s, key: int) -> None:
         self._key = key
         numbers = np.arange(len(starts)).astype(np.uint64)
-        chosen = np.argsort(_mix(numbers * _GOLDEN_GAMMA + _key(_BLOCK, key)), kind="stable")
+        chosen = np.argsort(_mix(numbers * _GOLDEN_GAMMA + np.uint64(key)), kind="stable")
         self._starts = starts[chosen]
         self._ends = np.cumsum(sizes[chosen])  # places at which the blocks end
         self._begins = self._ends - sizes[chosen]
-        last = np.minimum(np.arange(0, len(chosen), _WINDOW_BLOCKS) + _WINDOW_BLOCKS, len(chosen)) - 1
+        last = np.minimum(np.arange(0, len(chosen), WINDOW_BLOCKS) + WINDOW_BLOCKS, len(chosen)) - 1
         self._window_ends = self._ends[last]
 
     def __call__(self, places: Int64s) -> Int64s:
@@ -275,7 +275,9 @@ class _ShuffledBlocks:
         for window in np.unique(windows).tolist():
             its = windows == window
             begin = int(self._window_ends[window - 1]) if window else 0
-            permute = Permutation(int(self._window_ends[window]) - begin, _key(_WINDOW, self._key, window))
+            # A run has many windows, and `_key` would keep the key of each.
+            key = np.array([keyed_hash(_WINDOW, self._key, window)], np.uint64)
+            permute = Permutation(int(self._window_ends[window]) - begin, key)
             shuffled[its] = begin + permute(places[its] - begin)
         blocks = np.searchsorted(self._ends, shuffled, side="right")
         return self._starts[blocks] + shuffled - self._begins[blocks]

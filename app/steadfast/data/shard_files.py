@@ -22,6 +22,7 @@ from pyarrow import fs, parquet
 
 from steadfast.config import ShardsSource
 from steadfast.data.extras import import_extra
+from steadfast.data.order import WINDOW_BLOCKS
 from steadfast.errors import DataError
 from steadfast.run.directory import place_of_data, runs_root
 from steadfast.storage import arrow_filesystem, open_store
@@ -30,7 +31,6 @@ Int64s = NDArray[np.int64]
 
 _SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "webdataset": (".tar",)}
 _BLOCK_SAMPLES = 256  # samples of a block, where the files have no blocks of their own
-_BLOCKS_KEPT = 4  # of Parquet, in the memory of each process that reads
 _PROGRESS_S = 5.0
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 
@@ -192,7 +192,8 @@ class _Parquet:
                 self._opened[name] = parquet.ParquetFile(file)
             table = self._opened[name].read_row_group(group, columns=self._columns)
             self._kept[name, group] = table.to_pydict()
-            if len(self._kept) > _BLOCKS_KEPT:
+            # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
+            if len(self._kept) > WINDOW_BLOCKS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end((name, group))
         return self._kept[name, group]
