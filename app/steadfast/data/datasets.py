@@ -31,7 +31,6 @@ from steadfast.data.batches import Batch
 from steadfast.data.huggingface import open_huggingface
 from steadfast.data.images import open_image_folder
 from steadfast.data.mixture import Mixture
-from steadfast.data.shard_files import Shards
 from steadfast.errors import DataError
 from steadfast.run.directory import place_of_data, runs_root
 
@@ -138,6 +137,9 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
         case HuggingFaceSource():
             return _checked(open_huggingface(config, key), config.path)
         case ShardsSource():
+            # Importing pyarrow takes half a second, which a run without shards does not need.
+            from steadfast.data.shard_files import Shards
+
             return Shards(config, key)
         case MixtureSource():
             sources = enumerate(config.sources)

@@ -23,7 +23,7 @@ class Lateness:
         self,
         interval_s: float,
         gap_s: float = 1.0,
-        window_s: float = 10.0,
+        window_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.interval_s = interval_s
