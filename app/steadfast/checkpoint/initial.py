@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # Files in a folder of Hugging Face, in order of preference; an index lists the files of a large model.
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
+# Entries in which trainers keep the weights beside other things; the first is Lightning's.
+_ENTRIES = ("state_dict", "model_state_dict", "model")
 METADATA = ".metadata"  # in a folder of torch.distributed.checkpoint
 # The user's file may hold anything. A reader, or the model, refuses the file with one of these errors.
 _REFUSALS = (
@@ -103,7 +105,7 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
         UsageError: the weights cannot be read or belong to another model; or, if not strict, no name fits.
     """
     try:
-        weights = _weights_at(path)
+        weights = _without_prefix(_weights_at(path), model)
         _tie(model, weights)
         for name, held in model.state_dict().items():
             if name in weights:
@@ -158,10 +160,30 @@ def _read(file: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(weights, dict):
         raise ValueError(f"it holds a {type(weights).__name__}, not a state_dict")
+    for entry in _ENTRIES:
+        inner = weights.get(entry)
+        if isinstance(inner, dict):
+            weights = inner
+            break
     for name, tensor in weights.items():
         is_tensor = isinstance(tensor, Tensor) or str(name).endswith("_extra_state")  # a module's own data
         if not (isinstance(name, str) and is_tensor):
             raise ValueError(f"it is no state_dict: {name!r} names a {type(tensor).__name__}, not a tensor")
+    return weights
+
+
+def _without_prefix(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights without the name of a module around the model, if there is one.
+
+    A LightningModule holds the model as an attribute. DDP and compiled modules hold it too.
+    """
+    wanted = model.state_dict().keys()
+    if wanted & weights.keys():
+        return weights
+    for prefix in {name.partition(".")[0] + "." for name in weights}:
+        inner = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        if wanted & inner.keys():
+            return inner
     return weights
 
 

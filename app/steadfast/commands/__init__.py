@@ -20,10 +20,14 @@ _DOCTOR = "check the machines before a run; with RUN, read all its checkpoints a
 _COMPARE = "show which keys, results and costs of runs differ; for two runs also the first step that differs"
 _RUNS = "list runs with date and size, or delete a run"
 _CHAOS = "inject every fault into this application, stock Ray Train and torchrun on this machine, and compare"
+_TOKENIZE = "write the tokens of text, JSON lines or Parquet into one file, for data.kind=tokens"
+_INDEX = "write the samples of a stream into shards once, for data.kind=parquet"
 
 VERBS = {
     "init": Verb("begin", "init [FOLDER]", "write a starter to change: configuration, your own code, cluster file"),
     "completion": Verb("begin", "completion", "print the completion of verbs, options and keys, for bash"),
+    "tokenize": Verb("begin", "tokenize FILE ... --tokenizer NAME --out FILE", _TOKENIZE),
+    "index": Verb("begin", "index --config FILE --out FOLDER", _INDEX),
     "train": Verb("run", "train (default)", "train, or resume where the run stopped"),
     "plan": Verb("run", "plan --config FILE", "show shares and memory for each number of workers, without training"),
     "scale": Verb("run", "scale RUN --workers MIN:MAX", "change the worker bounds of a run in progress"),

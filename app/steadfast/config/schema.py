@@ -110,7 +110,7 @@ class ClusterConfig(Section):
     env: dict[Variable, Value | None] = Field(default_factory=dict)
     """environment variables of the workers; null copies the value from the command's environment without storing it in
     a file"""
-    env_prefixes: Texts = ("NCCL_", "TORCH_NCCL_", "GLOO_", "AWS_", "HF_", "WANDB_")
+    env_prefixes: Texts = ("NCCL_", "TORCH_NCCL_", "GLOO_", "AWS_", "HF_", "WANDB_", "MLFLOW_")
     """also pass on the variables of the command's environment that start with one of these prefixes; [] for none"""
     pip: Texts = ()
     """packages that pip installs for the workers of a cluster: names, a requirements.txt, a wheel, or the folder of a
@@ -318,6 +318,10 @@ class TokensSource(Section):
     """integer type in which the file stores a token"""
     context_length: PositiveInt = 128
     """number of tokens in one sample; at most model.context_length"""
+    end_token: NonNegativeInt | None = None
+    """token that ends a document. Then attention and positions begin anew with each document, and the first token of a
+    document is no target: the model gets input_ids and position_ids, as models of Hugging Face do. null reads the file
+    as one text"""
 
 
 class ImageFolderSource(Section):
@@ -473,8 +477,8 @@ class DataConfig(LoaderConfig):
     selects the samples"""
     validation: AnyValidation | None = None
     """data for validation, instead of the held-out share of the training data. If data.validation and data have
-    the same kind, context_length and image_size default to those of data. data.collate applies to training only;
-    {collate: ...} without a kind sets the collate function of the held-out share"""
+    the same kind, context_length, image_size and end_token default to those of data. data.collate applies to training
+    only; {collate: ...} without a kind sets the collate function of the held-out share"""
 
     @property
     def held_out_fraction(self) -> float:
@@ -482,6 +486,12 @@ class DataConfig(LoaderConfig):
         if self.has_own_validation:
             return 0.0
         return self.validation_fraction
+
+    @property
+    def has_documents(self) -> bool:
+        """Return whether samples hold several documents, which must not see each other."""
+        sections = (self, *getattr(self, "sources", ()))
+        return any(getattr(section, "end_token", None) is not None for section in sections)
 
     @property
     def has_own_validation(self) -> bool:
@@ -1086,6 +1096,20 @@ class WandbConfig(Section):
     online if there is an API key, in WANDB_API_KEY or from `wandb login`"""
 
 
+class MlflowConfig(Section):
+    """MLflow.
+
+    All attempts and resumes of a run are one run there; its id is in `mlflow/run.json`.
+    """
+
+    kind: Literal["mlflow"] = "mlflow"
+    tracking_uri: Text | None = None
+    """server or database; null takes MLFLOW_TRACKING_URI, else the database mlflow/mlflow.db in the run directory,
+    which `mlflow ui --backend-store-uri sqlite:///PATH` shows"""
+    experiment: Text = "steadfast"
+    """MLflow experiment of the run"""
+
+
 class EmaConfig(Section):
     """Exponential moving average of the weights, for validation and export."""
 
@@ -1109,7 +1133,7 @@ class EarlyStoppingConfig(Section):
 ScheduleConfig = CosineConfig | ConstantConfig | LinearConfig | WsdConfig | StepConfig | OneCycleConfig | Target
 OptimizerKind = AdamWConfig | AdamConfig | SgdConfig | MuonConfig | TargetOptimizer
 # A tracker of the user's own is called with `location` (the run directory), `first_step` and `args`.
-TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | Target, Field(discriminator="kind")]
+TrackerConfig = Annotated[TensorBoardConfig | WandbConfig | MlflowConfig | Target, Field(discriminator="kind")]
 AnyData = TextData | TokensData | ImageFolderData | HuggingFaceData | ShardsData | MixtureData | TargetData
 # `steadfast.hooks.hook.Hook` lists the methods that a hook of the user's own may have.
 HookConfig = Annotated[EmaConfig | EarlyStoppingConfig | Target, Field(discriminator="kind")]
@@ -1239,7 +1263,7 @@ class Config(Section):
             # Otherwise the model would be validated on samples of another size than its training samples, without an
             # error.
             if own["kind"] == data["kind"]:
-                for name in ("context_length", "image_size"):
+                for name in ("context_length", "image_size", "end_token"):
                     if name in data:
                         own.setdefault(name, data[name])
             complete["data"] = {**data, "validation": own}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+IGNORED = -100  # target value that cross_entropy ignores by default
 # Tensors of samples, stacked along a new first dimension in the same containers as in the samples.
 Batch = Any
 

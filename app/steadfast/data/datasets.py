@@ -27,14 +27,17 @@ from steadfast.config import (
 )
 from steadfast.config.base import Section
 from steadfast.config.target import build_function, build_target
-from steadfast.data.batches import Batch
+from steadfast.data.batches import IGNORED, Batch, map_tensors
 from steadfast.data.huggingface import open_huggingface
 from steadfast.data.images import open_image_folder
 from steadfast.data.mixture import Mixture
 from steadfast.errors import DataError
 from steadfast.run.directory import place_of_data, runs_root
 
-Sample = tuple[Tensor, ...]  # a sample of the built-in datasets
+_INDEX = (
+    "Write its samples into shards once, by `steadfast index --config FILE --out FOLDER`, or return a map-style "
+    "dataset, whose samples have an index"
+)
 Collate = Callable[[list[Any]], Batch]
 
 
@@ -65,34 +68,46 @@ class _TokenWindows:
 
     A window has context_length + 1 tokens. The overlap makes the last token of a window the first of the next, so that
     every token except the very first is a target.
+
+    Args:
+        tokens: (tokens,), of any integer type.
+        end_token: token that ends a document, or None.
     """
 
-    # All tokens of a window except the first are targets, so none is masked.
-    counts_vary = False
-
-    def __init__(self, tokens: NDArray[Any], context_length: int, source: str) -> None:
+    def __init__(self, tokens: NDArray[Any], context_length: int, source: str, end_token: int | None = None) -> None:
         if len(tokens) <= context_length:
             needed = f"context_length {context_length} needs {context_length + 1}"
             raise DataError(f"{source!r} holds {len(tokens)} tokens; {needed}")
         self.tokens = tokens
         # Each token but the first of a window is a target, and adds one to the loss count.
         self.units_per_sample = context_length
+        # Without documents all tokens of a window except the first are targets, so none is masked.
+        self.counts_vary = end_token is not None
+        self._end_token = end_token
         self._offsets = np.arange(context_length + 1)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.units_per_sample
 
-    def __getitem__(self, index: int, /) -> Sample:
+    def __getitem__(self, index: int, /) -> Batch:
         """Return (inputs, targets), each int64 (context_length,)."""
-        inputs, targets = self.read_batch(np.array([index]))
-        return inputs[0], targets[0]
+        return map_tensors(lambda tensor: tensor[0], self.read_batch(np.array([index])))
 
-    def read_batch(self, ids: NDArray[np.int64]) -> Sample:
-        """Return (inputs, targets), each int64 (len(ids), context_length)."""
+    def read_batch(self, ids: NDArray[np.int64]) -> Batch:
+        """Return (inputs, targets), each int64 (len(ids), context_length).
+
+        With documents, inputs is a mapping of `input_ids` and `position_ids`.
+        """
         # One gather reads all windows, so nothing has to be stacked.
         places = ids[:, None] * self.units_per_sample + self._offsets  # (ids, context + 1)
         windows = torch.from_numpy(self.tokens[places].astype(np.int64))
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if self._end_token is None:
+            return inputs, targets
+        ends = inputs == self._end_token
+        # The next token belongs to another document.
+        targets = targets.masked_fill(ends, IGNORED)
+        return {"input_ids": inputs, "position_ids": positions_in_documents(ends)}, targets
 
 
 class TextDataset(_TokenWindows):
@@ -108,18 +123,32 @@ class TextDataset(_TokenWindows):
 class TokensDataset(_TokenWindows):
     """File of token ids, mapped into memory."""
 
-    def __init__(self, path: str, dtype: str, context_length: int) -> None:
-        self._arguments = path, dtype, context_length
+    def __init__(self, path: str, dtype: str, context_length: int, end_token: int | None = None) -> None:
+        self._arguments = path, dtype, context_length, end_token
         # Mapped files may be larger than memory, and loader processes share the pages.
         try:
             tokens = np.memmap(path, dtype, mode="r")
         except (OSError, ValueError) as error:
             raise DataError(f"{path!r} cannot be read as {dtype}: {error}") from error
-        super().__init__(tokens, context_length, path)
+        super().__init__(tokens, context_length, path, end_token)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Loader processes map the file again, because pickling a mapping would copy the whole file.
         return TokensDataset, self._arguments
+
+
+def positions_in_documents(ends: Tensor) -> Tensor:
+    """Return the position of each token in its document, int64 (windows, context).
+
+    A window begins with position 0, although its first document may have begun in the window before.
+
+    Args:
+        ends: whether a token ends a document, bool (windows, context).
+    """
+    places = torch.arange(ends.shape[1]).expand_as(ends)
+    begins = torch.zeros_like(places)
+    begins[:, 1:] = (places[:, 1:] * ends[:, :-1]).cummax(1).values
+    return places - begins
 
 
 def build_dataset(config: Source, key: str = "data") -> Dataset:
@@ -131,7 +160,8 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
         case TextSource():
             return TextDataset(place_of_data(config.source), config.context_length)
         case TokensSource():
-            return TokensDataset(place_of_data(config.path), config.dtype, config.context_length)
+            path = place_of_data(config.path)
+            return TokensDataset(path, config.dtype, config.context_length, config.end_token)
         case ImageFolderSource():
             return open_image_folder(config, key)
         case HuggingFaceSource():
@@ -163,11 +193,14 @@ def _checked(dataset: Any, name: str) -> Dataset:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{name} returned a {type(dataset).__name__}, an IterableDataset: after a failure nothing records which "
-            "of its samples were used. Return a map-style dataset, whose samples have an index"
+            f"of its samples were used. {_INDEX}"
         )
     # The check comes before training, because an error in a loader process would come late and with a traceback.
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"{name} returned a {type(dataset).__name__}, which lacks __len__ or __getitem__")
+        # A stream of Ray Data or Hugging Face is no IterableDataset.
+        is_stream = hasattr(dataset, "iter_rows") or hasattr(dataset, "__iter__")
+        remedy = f". {_INDEX}" if is_stream else ""
+        raise DataError(f"{name} returned a {type(dataset).__name__}, which lacks __len__ or __getitem__{remedy}")
     try:
         length = len(dataset)
     except TypeError as error:  # also raised if __len__ returns no int

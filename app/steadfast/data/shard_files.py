@@ -1,7 +1,7 @@
 """Samples in shards: Parquet files, JSON lines, and tars as WebDataset writes them.
 
-An index says where the samples of each shard lie, so each sample can be read alone, in any order. Parquet has the index
-in its files. Of other files the index is made in one pass, and kept where runs are stored.
+An index says where the samples of each shard lie, so samples can be read in any order. The index is made once, and kept
+where runs are stored. Samples are read in blocks: row groups of Parquet, or a few neighbouring samples.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pyarrow import fs, parquet
+from pyarrow import Array, ChunkedArray, FixedShapeTensorType, fs, parquet, types
 
 from steadfast.config import ShardsSource
 from steadfast.data.extras import import_extra
@@ -30,16 +30,20 @@ from steadfast.storage import arrow_filesystem, open_store
 Int64s = NDArray[np.int64]
 
 _SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "webdataset": (".tar",)}
-_BLOCK_SAMPLES = 256  # samples of a block, where the files have no blocks of their own
+# Largest block, where the files have no blocks of their own.
+_BLOCK_SAMPLES = 256
+_BLOCK_BYTES = 2**22
+_OPEN_FILES = 64  # a process may have about a thousand files open
 _PROGRESS_S = 5.0
 _IMAGES = ("jpg", "jpeg", "png", "webp")
+TUPLES = b"steadfast.tuples"  # metadata of a Parquet file whose samples are tuples
 
 
 class _Index(NamedTuple):
     """Where the samples of one shard lie.
 
     Attributes:
-        places: where each sample begins, and where the last one ends; of Parquet only the number of samples.
+        places: where each sample begins, and where the last one ends, in bytes; of Parquet only the number of samples.
         blocks: number of the first sample of each block.
         num_samples: number of samples.
     """
@@ -56,15 +60,23 @@ class _Format(Protocol):
         """Return the index of an open file. Raises DataError if the file is damaged."""
         ...
 
-    def read(self, file: Any, name: str, index: _Index, number: int) -> dict[str, Any]:
-        """Return a sample of an open file."""
+    def open(self, file: Any) -> Any:
+        """Return a file for `read`."""
+        ...
+
+    def read(self, opened: Any, index: _Index, first: int, stop: int) -> Any:
+        """Return a block of samples."""
+        ...
+
+    def sample(self, block: Any, number: int, name: str) -> Any:
+        """Return a sample of a block. Raises DataError if the sample is damaged."""
         ...
 
 
 class Shards:
     """Map-style dataset of the samples of all shards in a folder, in the order of their names.
 
-    A sample is a mapping of names to values.
+    A sample is a mapping of names to values, or a tuple if `steadfast index` has written tuples.
 
     Args:
         config: the section.
@@ -89,7 +101,10 @@ class Shards:
             raise DataError(f"{key}.path: {config.path} is no folder with {suffixes}")
         files, self._folder = arrow_filesystem(store)
         self._files = files or fs.LocalFileSystem()
-        self._open: dict[int, Any] = {}
+        # Samples of a block are next to each other unless single samples are shuffled.
+        self._reads_blocks = getattr(config, "order", "blocks") != "shuffled" or config.kind == "parquet"
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._indices = self._read_indices()
         counts = [index.num_samples for index in self._indices]
         self._starts = np.cumsum([0, *counts])
@@ -101,14 +116,16 @@ class Shards:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def __getitem__(self, index: int, /) -> dict[str, Any]:
+    def __getitem__(self, index: int, /) -> Any:
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
         number = int(index - self._starts[shard])
         name = self._names[shard]
-        if shard not in self._open:
-            self._open[shard] = self._file(name)
         try:
-            return self._format.read(self._open[shard], name, self._indices[shard], number)
+            if not self._reads_blocks:
+                return self._format.sample(self._read(shard, number, number + 1), 0, f"sample {number} of {name}")
+            first, stop = self._bounds(shard, number)
+            block = self._block(shard, first, stop)
+            return self._format.sample(block, number - first, f"sample {number} of {name}")
         except DataError:
             raise
         except Exception as error:
@@ -119,7 +136,31 @@ class Shards:
 
     def __getstate__(self) -> dict[str, Any]:
         # Loader processes open the files again.
-        return {**self.__dict__, "_open": {}, "_format": _formats[self._config.kind](self._config, self._key)}
+        return {**self.__dict__, "_open": OrderedDict(), "_blocks": OrderedDict()}
+
+    def _bounds(self, shard: int, number: int) -> tuple[int, int]:
+        """Return the first sample of a sample's block, and the first one after the block."""
+        index = self._indices[shard]
+        block = int(np.searchsorted(index.blocks, number, side="right"))
+        stop = index.blocks[block] if block < len(index.blocks) else index.num_samples
+        return int(index.blocks[block - 1]), int(stop)
+
+    def _block(self, shard: int, first: int, stop: int) -> Any:
+        if (shard, first) not in self._blocks:
+            self._blocks[shard, first] = self._read(shard, first, stop)
+            # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
+            if len(self._blocks) > WINDOW_BLOCKS:
+                self._blocks.popitem(last=False)
+        self._blocks.move_to_end((shard, first))
+        return self._blocks[shard, first]
+
+    def _read(self, shard: int, first: int, stop: int) -> Any:
+        if shard not in self._open:
+            self._open[shard] = self._format.open(self._file(self._names[shard]))
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(shard)
+        return self._format.read(self._open[shard], self._indices[shard], first, stop)
 
     def _file(self, name: str) -> Any:
         return self._files.open_input_file(f"{self._folder}/{name}")
@@ -130,7 +171,9 @@ class Shards:
         told_s = time.monotonic()
         found = []
         for number, (name, info) in enumerate(zip(self._names, infos, strict=True)):
-            index = self._index_of(name, f"{self._folder}/{name} {info.size} {info.mtime_ns}")
+            # The index of Parquet includes a check of the columns.
+            columns = self._config.columns if self._config.kind == "parquet" else ()
+            index = self._index_of(name, f"{self._folder}/{name} {info.size} {info.mtime_ns} {columns}")
             if not index.num_samples:
                 raise DataError(f"{self._key}: {name} has no samples; delete the file")
             found.append(index)
@@ -141,17 +184,16 @@ class Shards:
 
     def _index_of(self, name: str, identity: str) -> _Index:
         place = _folder_of_indices() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
-        if self._config.kind != "parquet" and place.exists():
+        if place.exists():
             with np.load(place) as stored:
                 return _Index(stored["places"], stored["blocks"], int(stored["num_samples"]))
         with self._file(name) as file:
             index = self._format.index(file, name)
-        if self._config.kind != "parquet":
-            place.parent.mkdir(parents=True, exist_ok=True)
-            # Several workers of a machine may make the same index at the same time.
-            new = place.with_suffix(f".{time.monotonic_ns()}.npz")
-            np.savez(new, **index._asdict())
-            new.replace(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Several workers of a machine may make the same index at the same time.
+        new = place.with_suffix(f".{time.monotonic_ns()}.npz")
+        np.savez(new, **index._asdict())
+        new.replace(place)
         return index
 
 
@@ -165,8 +207,6 @@ class _Parquet:
     def __init__(self, config: ShardsSource, key: str) -> None:
         self._columns = list(config.columns) or None
         self._key = key
-        self._opened: dict[str, Any] = {}
-        self._kept: OrderedDict[tuple[str, int], dict[str, list[Any]]] = OrderedDict()
 
     def index(self, file: Any, name: str) -> _Index:
         try:
@@ -181,22 +221,61 @@ class _Parquet:
         starts = np.cumsum([0, *rows])
         return _Index(np.array([metadata.num_rows]), starts[:-1], metadata.num_rows)
 
-    def read(self, file: Any, name: str, index: _Index, number: int) -> dict[str, Any]:
-        group = int(np.searchsorted(index.blocks, number, side="right")) - 1
-        row = number - int(index.blocks[group])
-        return {column: values[row] for column, values in self._group(file, name, group).items()}
+    def open(self, file: Any) -> Any:
+        return parquet.ParquetFile(file)
 
-    def _group(self, file: Any, name: str, group: int) -> dict[str, list[Any]]:
-        if (name, group) not in self._kept:
-            if name not in self._opened:
-                self._opened[name] = parquet.ParquetFile(file)
-            table = self._opened[name].read_row_group(group, columns=self._columns)
-            self._kept[name, group] = table.to_pydict()
-            # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
-            if len(self._kept) > WINDOW_BLOCKS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end((name, group))
-        return self._kept[name, group]
+    def read(self, opened: Any, index: _Index, first: int, stop: int) -> Any:
+        group = int(np.searchsorted(index.blocks, first))
+        table = opened.read_row_group(group, columns=self._columns)
+        columns = {name: _values(table.column(name)) for name in table.column_names}
+        are_tuples = TUPLES in (table.schema.metadata or {})
+        return are_tuples, columns
+
+    def sample(self, block: Any, number: int, name: str) -> Any:
+        are_tuples, columns = block
+        values = {column: of_rows[number] for column, of_rows in columns.items()}
+        return tuple(values.values()) if are_tuples else values
+
+
+class _Lists(NamedTuple):
+    """Lists of numbers, of one array for all rows."""
+
+    numbers: NDArray[Any]
+    ends: Int64s  # where each list begins, and where the last one ends
+
+    def __getitem__(self, row: Any, /) -> Any:
+        # Arrow's memory is read-only, of which torch warns.
+        return self.numbers[self.ends[row] : self.ends[row + 1]].copy()
+
+
+class _Arrays(NamedTuple):
+    """Arrays of one shape, (rows, ...)."""
+
+    numbers: NDArray[Any]
+
+    def __getitem__(self, row: Any, /) -> Any:
+        return self.numbers[row].copy()
+
+
+def _values(column: ChunkedArray) -> Any:
+    """Return a column's values by row: numbers of numpy, arrays, or Python's objects."""
+    array: Array = column.combine_chunks()
+    if isinstance(array, ChunkedArray):  # as pyarrow before 19 returns an empty column
+        return array.to_pylist()
+    if isinstance(array.type, FixedShapeTensorType):
+        return _Arrays(array.to_numpy_ndarray())
+    if array.null_count:
+        return array.to_pylist()
+    if _is_number(array.type):
+        return array.to_numpy(zero_copy_only=False)
+    is_list = types.is_list(array.type) or types.is_large_list(array.type)
+    if is_list and _is_number(array.type.value_type) and not array.values.null_count:
+        return _Lists(array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy().astype(np.int64))
+    return array.to_pylist()
+
+
+def _is_number(kind: Any) -> bool:
+    return bool(types.is_integer(kind) or types.is_floating(kind))
 
 
 class _JsonLines:
@@ -207,28 +286,32 @@ class _JsonLines:
         self._key = key
 
     def index(self, file: Any, name: str) -> _Index:
-        places = [0]
+        found = [np.zeros(1, np.int64)]
         while chunk := file.read(2**22):
             begin = file.tell() - len(chunk)
-            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-            places += (begin + ends).tolist()
-        if places[-1] != file.tell():
-            places.append(file.tell())  # the last line may lack its end
+            found.append(begin + np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1)
+        ends = np.concatenate(found)
+        if ends[-1] != file.tell():
+            ends = np.append(ends, file.tell())  # the last line may lack its end
         # An empty line belongs to the sample before it.
-        begins = [begin for begin, end in pairwise(places) if end > begin + 1]
-        return _index([*begins, places[-1]] if begins else [])
+        begins = ends[:-1][np.diff(ends) > 1]
+        return _index(np.append(begins, ends[-1]) if len(begins) else begins)
 
-    def read(self, file: Any, name: str, index: _Index, number: int) -> dict[str, Any]:
-        begin, end = index.places[number : number + 2].tolist()
-        file.seek(begin)
-        line = file.read(end - begin)
+    def open(self, file: Any) -> Any:
+        return file
+
+    def read(self, opened: Any, index: _Index, first: int, stop: int) -> list[bytes]:
+        return _cut(opened, index, first, stop)
+
+    def sample(self, block: list[bytes], number: int, name: str) -> dict[str, Any]:
+        line = block[number]
         try:
             sample = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{self._key}: sample {number} of {name} is no JSON: {error}") from error
+            raise DataError(f"{self._key}: {name} is no JSON: {error}") from error
         if not isinstance(sample, dict):
-            raise DataError(f"{self._key}: sample {number} of {name} is no JSON object: {line[:60]!r}")
-        return _chosen(sample, self._columns, f"{self._key}.columns: sample {number} of {name}")
+            raise DataError(f"{self._key}: {name} is no JSON object: {line[:60]!r}")
+        return _chosen(sample, self._columns, f"{self._key}.columns: {name}")
 
 
 class _WebDataset:
@@ -258,19 +341,23 @@ class _WebDataset:
         file.seek(min(end, file.size()))
         if file.read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):
             raise DataError(f"{self._key}: {name} is no whole tar: its end is missing")
-        return _index([*places, end])
+        return _index(np.array([*places, end] if places else [], np.int64))
 
-    def read(self, file: Any, name: str, index: _Index, number: int) -> dict[str, Any]:
-        begin, end = index.places[number : number + 2].tolist()
-        file.seek(begin)
+    def open(self, file: Any) -> Any:
+        return file
+
+    def read(self, opened: Any, index: _Index, first: int, stop: int) -> list[bytes]:
+        return _cut(opened, index, first, stop)
+
+    def sample(self, block: list[bytes], number: int, name: str) -> dict[str, Any]:
         sample = {}
-        with tarfile.open(fileobj=io.BytesIO(file.read(end - begin)), mode="r:") as tar:
+        with tarfile.open(fileobj=io.BytesIO(block[number]), mode="r:") as tar:
             for member in tar:
                 content = tar.extractfile(member)
                 _, kind = _parts(member.name)
                 if content is not None and (not self._columns or kind in self._columns):
                     sample[kind] = self._decoded(kind, content.read())
-        return _chosen(sample, self._columns, f"{self._key}.columns: sample {number} of {name}")
+        return _chosen(sample, self._columns, f"{self._key}.columns: {name}")
 
     def _decoded(self, kind: str, content: bytes) -> Any:
         match kind.rpartition(".")[2]:
@@ -296,10 +383,23 @@ _formats: dict[str, Callable[[ShardsSource, str], _Format]] = {
 }
 
 
-def _index(places: Sequence[int]) -> _Index:
-    num_samples = max(0, len(places) - 1)
-    assert all(begin < end for begin, end in pairwise(places))
-    return _Index(np.array(places, np.int64), np.arange(0, num_samples, _BLOCK_SAMPLES), num_samples)
+def _index(places: Int64s) -> _Index:
+    """Return the index of samples that follow each other; `places` is empty without samples."""
+    numbers = np.arange(max(0, len(places) - 1))
+    # A block ends after so many samples, or after about so many bytes.
+    begins = np.diff(numbers // _BLOCK_SAMPLES) + np.diff(places[:-1] // _BLOCK_BYTES) > 0
+    blocks = np.append(0, np.flatnonzero(begins) + 1) if len(numbers) else numbers
+    return _Index(places, blocks, len(numbers))
+
+
+def _cut(file: Any, index: _Index, first: int, stop: int) -> list[bytes]:
+    """Return the bytes of each sample from `first` to before `stop`, by one read."""
+    places = index.places[first : stop + 1].tolist()
+    file.seek(places[0])
+    content = file.read(places[-1] - places[0])
+    if len(content) != places[-1] - places[0]:
+        raise OSError("the file is shorter than its index")
+    return [content[begin - places[0] : end - places[0]] for begin, end in pairwise(places)]
 
 
 def _parts(name: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadfast.config import Config, Target, TaskConfig
-from steadfast.data.batches import Batch, tensors_of
+from steadfast.data.batches import IGNORED, Batch, tensors_of
 from steadfast.data.parts import rows_of, uncuttable
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import ConfigError, Problem, UsageError
@@ -28,6 +28,7 @@ from steadfast.world.control import gather_numbers
 from steadfast.world.runtime import World
 
 _NUM_ROWS = 4  # samples in a forward
+_NUM_WINDOWS = 64  # among which windows with several documents are searched
 _NUM_SEEDS = 6  # for a random loss: in one draw of six, mixup's permutation exchanges no rows between the halves
 # Difference that rounding can explain, as a share of the compared losses.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -72,7 +73,10 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
         return
     world.progress.enter("validation")
     with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped, evaluating(unwrapped):
-        _Trial(worker, world, parallel, unwrapped, _WHY_SUMS).run()
+        trial = _Trial(worker, world, parallel, unwrapped, _WHY_SUMS)
+        trial.run()
+        if config.data.has_documents:
+            trial.compare_documents()
     if config.batch.balance == "even_samples":
         # In training mode a layer of the user's own may depend on the whole microbatch, as BatchNorm does.
         with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
@@ -128,6 +132,27 @@ class _Trial:
         elif not self._is_equal([loss], parts):
             found, expected = float(loss.loss_sum), sum(float(part.loss_sum) for part in parts)
             self._refuse(f"the loss of {num_rows} samples is {found:.6g}, and {expected:.6g} as the sum of its halves")
+
+    def compare_documents(self) -> None:
+        """Check that a document does not change the loss of the next one in its window."""
+        inputs, targets = self._loader.example(min(_NUM_WINDOWS, self._num_train))
+        documents = (inputs["position_ids"] == 0).cumsum(1)
+        rows = torch.nonzero(documents[:, -1] > 1)[: self._num_rows, 0]
+        if not len(rows):
+            return
+        tokens, is_first = inputs["input_ids"][rows], documents[rows] == 1
+        later = targets[rows].masked_fill(is_first, IGNORED)
+        losses: list[Sums] = []
+        # Some other tokens that occur, so that the model has them.
+        for replaced in (tokens, torch.where(is_first, tokens.max() + tokens.min() - tokens, tokens)):
+            named = {"input_ids": replaced, "position_ids": inputs["position_ids"][rows]}
+            losses.append(self._loss((named, later), seed=0))
+        if not self._is_equal(losses[:1], losses[1:]):
+            raise UsageError(
+                "data.end_token: the loss of a document follows from the document before it, so the model does not "
+                "keep documents apart by position_ids. Models of Hugging Face do so with attn_implementation=sdpa. Use "
+                "such a model, or set data.end_token=null"
+            )
 
     def _losses_of(self, parts: Sequence[Batch]) -> list[Sums]:
         try:

@@ -43,7 +43,7 @@ from steadfast.optim.optimizer import build_optimizer, refuse_sparse
 from steadfast.optim.optimizer_trial import try_optimizer
 from steadfast.parallel import Parallel
 from steadfast.parallel.activations import checkpoint_activations, refuse_parts_of_layers
-from steadfast.parallel.blocks import blocks_of
+from steadfast.parallel.blocks import blocks_of, stop_caching
 from steadfast.parallel.compiled import CompiledBlocks, probe
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.parallel.precision import Precision, build_precision
@@ -219,6 +219,8 @@ class WorkerState:
             self.base = base_sha256(model)
         refuse_synchronized(model)
         refuse_sparse(model)
+        if self.config.data.has_documents:
+            stop_caching(model)  # with a cache, models of Hugging Face would attend to other documents
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
         if self.config.run.exact:
             refuse_running_statistics(model)

@@ -24,14 +24,14 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
         self.project = nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         # (batch, context, 3 * embed) -> three of (batch, heads, context, head)
         query, key, value = (
             self.query_key_value(x).unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4).unbind()
         )
         # The functional form does not switch between training and evaluation by itself.
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None)
         # (batch, heads, context, head) -> (batch, context, embed)
         return cast(Tensor, self.project(mixed.transpose(1, 2).flatten(2)))
 
@@ -48,10 +48,17 @@ class Block(nn.Module):
         self.project = nn.Linear(4 * config.embed_dim, config.embed_dim, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
         hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
         return x + cast(Tensor, self.dropout(self.project(hidden)))
+
+
+def _mask_of_documents(position_ids: Tensor) -> Tensor:
+    """Return which tokens each token attends to, bool (batch, 1, context, context)."""
+    documents = (position_ids == 0).cumsum(1)
+    own = documents[:, :, None] == documents[:, None, :]
+    return own.tril()[:, None]
 
 
 class Gpt(nn.Module):
@@ -87,13 +94,23 @@ class Gpt(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens, int64 (batch, context), to logits (batch, context, vocab)."""
-        # (context,), added to each sequence of (batch, context, embed)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.embed(tokens) + self.position(positions))
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map tokens, int64 (batch, context), to logits (batch, context, vocab).
+
+        Args:
+            input_ids: the tokens.
+            position_ids: position of each token in its document, int64 (batch, context), 0 where a document begins. A
+                token attends to its own document. None if each sequence is one document.
+        """
+        mask: tuple[Tensor, ...] = ()
+        if position_ids is None:
+            # (context,), added to each sequence of (batch, context, embed)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        else:
+            mask = (_mask_of_documents(position_ids),)
+        x = self.dropout(self.embed(input_ids) + self.position(position_ids))
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, *mask)
         return cast(Tensor, self.head(self.norm(x)))
 
     def blocks(self) -> list[nn.Module]:

@@ -45,7 +45,7 @@ _FILES = (
     WATCHED,
     WORKERS,
 )
-_FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb")
+_FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb", "mlflow")
 _OF_RAY = (".validate_storage_marker", "checkpoint_manager_snapshot.json")  # files that Ray Train writes
 _SHARED = Path("/mnt/shared")  # folder that all nodes of a cluster share
 _LAST_LINE_BYTES = 16384  # more than most lines of the ledger

@@ -14,12 +14,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from steadfast.config import TargetTask, TaskConfig
-from steadfast.data.batches import Batch
+from steadfast.data.batches import IGNORED, Batch
 from steadfast.errors import DataError, UsageError
 from steadfast.models.gpt import Gpt
-
-# Target value that cross_entropy ignores by default.
-IGNORED = -100
 
 
 @dataclass(frozen=True)

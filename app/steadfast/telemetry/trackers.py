@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any, Protocol
 
-from steadfast.config import Config, TensorBoardConfig, WandbConfig, dump_config
+from steadfast.config import Config, MlflowConfig, TensorBoardConfig, WandbConfig, dump_config
 from steadfast.config.target import bind_target
 from steadfast.errors import ConfigError
 from steadfast.run.events import Log, Validation
 from steadfast.storage import Store
 from steadfast.telemetry.background import Background
 from steadfast.telemetry.media import Pixels, is_image, pixels_of, table_of
+from steadfast.telemetry.mlflow import MlflowTracker
 from steadfast.telemetry.past import Past
 from steadfast.telemetry.tensorboard import TensorBoardTracker
 from steadfast.telemetry.wandb import WandbTracker
@@ -213,6 +214,8 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
                 trackers.append(TensorBoardTracker(store, first_step))
             elif isinstance(config, WandbConfig):
                 trackers.append(WandbTracker(config, run.run.name, public.model_dump(mode="json"), store))
+            elif isinstance(config, MlflowConfig):
+                trackers.append(MlflowTracker(config, run.run.name, public.model_dump(mode="json"), store))
             else:
                 build = bind_target(config, "trackers", location=store.uri, first_step=first_step)
                 trackers.append(OwnTracker(config.target, build))

@@ -1,0 +1,157 @@
+"""`index`: a stream becomes shards with the same samples, also after an interruption."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from steadfast.cli import main
+from steadfast.config import parse_config
+from steadfast.data import build_dataset, write_shards
+from steadfast.errors import DataError
+
+HERE = "tests.unit.test_index"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for module in ("steadfast.commands.index", "steadfast.data.shard_files"):
+        monkeypatch.setattr(f"{module}.runs_root", lambda: tmp_path)
+    return tmp_path
+
+
+class Stream(IterableDataset[Any]):
+    """Mappings of every kind of value."""
+
+    def __init__(self, count: int = 2500, shuffled: bool = False) -> None:
+        self.count = count
+        self.chance = np.random.default_rng() if shuffled else np.random.default_rng(1)
+        self.start = int(self.chance.integers(1000))
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.start, self.start + self.count):
+            yield {
+                "label": number,
+                "weight": np.float32(number / 7),
+                "tokens": torch.arange(number % 5),
+                "image": np.full((2, 3), number, np.float32),
+                "text": f"sample {number}",
+                "raw": bytes([number % 256]),
+            }
+
+
+def pairs() -> list[tuple[torch.Tensor, int]]:
+    return [(torch.full((3,), float(number)), number) for number in range(10)]
+
+
+def empty() -> list[Any]:
+    return []
+
+
+def index(target: str, *words: str) -> int:
+    path = Path("index.yaml").resolve()
+    return main(0.0, ["index", "--config", str(path), f"data={{target: '{HERE}:{target}'}}", *words])
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "index.yaml").write_text("")
+
+
+def read(path: str) -> Any:
+    return build_dataset(parse_config(f"data: {{kind: parquet, path: {path}}}").data)
+
+
+def check_equal(found: Any, expected: Any) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value)
+        assert np.asarray(found[name]).dtype == np.asarray(value).dtype, name
+
+
+def test_samples_come_back_with_their_types(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(write_shards, "_GROUPS_PER_SHARD", 1)
+    assert index("Stream", "--out", "shards") == 0
+    assert "2,500 samples" in (said := capsys.readouterr().out)
+    assert "data: {kind: parquet, path: shards}" in said
+    dataset = read("shards")
+    assert len(dataset.blocks) == 3
+    for place, sample in enumerate(Stream()):
+        if place % 100 == 0 or place == 2499:
+            check_equal(dataset[place], sample)
+
+
+def test_tuples_come_back_as_tuples() -> None:
+    assert index("pairs", "--out", "shards") == 0
+    inputs, label = read("shards")[7]
+    assert inputs.tolist() == [7.0, 7.0, 7.0]
+    assert inputs.dtype == np.float32
+    assert label == 7
+
+
+def failing(samples: Iterable[Any], after: int) -> Iterator[Any]:
+    yield from itertools.islice(samples, after)
+    raise OSError("no answer")
+
+
+def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_shards, "_GROUPS_PER_SHARD", 1)
+    partial = tmp_path / "shards.partial"
+    with pytest.raises(OSError, match="no answer"):
+        write_shards.write_shards(failing(Stream(), 1700), partial)
+    assert [path.name for path in partial.glob("*.parquet")] == ["000000.parquet"]
+    assert index("Stream", "--out", "shards") == 0
+    assert not partial.exists()
+    dataset = read("shards")
+    assert [int(dataset[place]["label"]) for place in range(2500)] == [sample["label"] for sample in Stream()]
+
+
+def test_a_stream_that_gives_other_samples_the_second_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_shards, "_GROUPS_PER_SHARD", 1)
+    with pytest.raises(OSError, match="no answer"):
+        write_shards.write_shards(failing(Stream(), 1700), tmp_path / "partial")
+    with pytest.raises(DataError, match="sample 0 of the stream is another one"):
+        write_shards.write_shards(Stream(shuffled=True), tmp_path / "partial")
+
+
+@pytest.mark.parametrize(
+    ("samples", "sentence"),
+    [
+        ([{"a": 1}, {"b": 1}], "a of a sample cannot be stored"),
+        ([{"a": object()}], "a of a sample cannot be stored"),
+        ([{"a": np.zeros((2, 2))}, {"a": np.zeros((3, 2))}], "same shape"),
+        ([torch.zeros(2)], "gives a Tensor; index takes mappings and tuples"),
+        ([], "the stream has no samples"),
+    ],
+)
+def test_samples_that_cannot_be_stored_are_named(tmp_path: Path, samples: list[Any], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        write_shards.write_shards(samples, tmp_path / "partial")
+    assert not list(tmp_path.glob("partial/*.parquet"))
+
+
+def test_other_kinds_and_existing_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(0.0, ["index", "--config", str(tmp_path / "index.yaml"), "--out", "shards"]) == 2
+    assert "index reads a stream of data.target, not data.kind=text" in capsys.readouterr().err
+    (tmp_path / "shards").mkdir()
+    assert index("Stream", "--out", "shards") == 2
+    assert "already exists" in capsys.readouterr().err
+    assert index("Stream") == 2
+    assert "--out FOLDER is missing" in capsys.readouterr().err
+
+
+def test_the_refusal_of_a_stream_names_the_command() -> None:
+    with pytest.raises(DataError, match="steadfast index --config FILE --out FOLDER"):
+        build_dataset(parse_config(f"data: {{target: '{HERE}:Stream'}}").data)
