@@ -63,10 +63,55 @@ def test_a_ddp_script_and_fit_under_torchrun_train_alike(capsys: pytest.CaptureF
 
 
 def test_fit_ends_with_the_figures_of_lightning(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lightning is not installed here: the figures are those that Lightning 2.6.6 reports for lightning_before.py."""
+    before = run("lightning_before")["trainer"].callback_metrics
+    capsys.readouterr()
     metrics = run("lightning_after")["result"].summary["metrics"]
-    assert metrics == pytest.approx({"loss": 0.5003, "accuracy": 0.8659}, abs=1e-4)
+    assert metrics == pytest.approx({name: float(before[name]) for name in ("loss", "accuracy")}, abs=1e-4)
     assert "\n72 0.82375" in capsys.readouterr().out  # from the callback
+
+
+KILLED = """
+import runpy
+import tests.examples.operators
+import steadfast.lightning
+from steadfast.config import with_values
+
+train = steadfast.lightning.fit_module
+kill = {"inject": [{"kind": "kill_at", "step": 50, "rank": 0}]}
+steadfast.lightning.fit_module = lambda config, *args, **named: train(
+    with_values(config, "faults", kill), *args, **named
+)
+"""
+
+
+def test_a_module_of_lightning_is_killed_and_ends_with_the_loss_of_its_trainer(folder: Path) -> None:
+    program = str(PROGRAMS / "lightning_module.py")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'app'}:{ROOT}"}
+    losses: list[dict[str, float]] = []
+    for first in (KILLED, "import runpy, tests.examples.operators"):
+        words = [sys.executable, "-c", f"{first}\nrunpy.run_path({program!r}, run_name='__main__')"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+        found = re.search(r"loss (\S+), largest (\S+)", done.stdout)
+        if found:
+            losses.append({"val_loss": float(found[1]), "largest": float(found[2])})
+    assert done.returncode == 0, done.stderr
+    assert "resumed" in done.stdout, done.stdout
+    assert len(losses) == 1, "the first command is killed"
+    assert trainer_of(runpy.run_path(program)) == pytest.approx(losses[0], abs=1e-4)
+
+
+def trainer_of(program: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of Lightning's own trainer for the same module and data."""
+    import lightning
+
+    torch.manual_seed(0)
+    module = program["Autoencoder"]()
+    trainer = lightning.Trainer(
+        max_epochs=4, accumulate_grad_batches=2, gradient_clip_val=1.0, logger=False, enable_checkpointing=False
+    )
+    data = [torch.utils.data.DataLoader(program[name], batch_size=32) for name in ("train_set", "test_set")]
+    trainer.fit(module, *data)
+    return {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "largest")}
 
 
 def test_a_loop_with_accelerate_and_fit_train_alike(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,14 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from steadfast.analysis.audit import audit
 from steadfast.config import Config
+from steadfast.data import Extent, build_dataset
 from steadfast.data.order import Int64s
 from steadfast.errors import RunConflict
 from steadfast.launch.resume import start_or_resume
@@ -26,7 +29,7 @@ from tests.support.deaths import plot, survive
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.reference import reference
-from tests.support.small import Tokens, small
+from tests.support.small import CONTEXT, VOCABULARY, Tokens, small
 
 HERE = "tests.dist.test_order"
 
@@ -84,6 +87,47 @@ def test_shards_and_a_mixture_with_them_are_read_once_through_kills(tmp_path: Pa
     for name, data in (("alone", alone), ("mixed", mixed)):
         config = small(tmp_path / name, data, "run.steps=18", "checkpoint.every=4 steps")
         check_weights(survive(config, plot(1, 14)).left, reference(config))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_text_images_and_rows_are_mixed_equally_over_changes_of_the_world(tmp_path: Path, kind: str) -> None:
+    write_rows(tmp_path / "rows", "parquet")
+    write_images(tmp_path / "images")
+    sources = [
+        f"{{kind: text, context_length: {CONTEXT}, weight: 3}}",
+        f"{{kind: parquet, path: {tmp_path}/rows, columns: [inputs, targets], weight: 2}}",
+        f"{{kind: image_folder, path: {tmp_path}/images, image_size: 8, weight: 1}}",
+    ]
+    data = f"data={{kind: mixture, sources: [{', '.join(sources)}], collate: {{target: '{HERE}:as_tokens'}}}}"
+    # Validation has samples of all sources too.
+    config = small(tmp_path, data, f"data.validation.collate.target={HERE}:as_tokens", f"parallel.kind={kind}")
+    drill(config, worlds=[2, 1, 3], leave_after=[3, 2], stop_after=2)
+    check_run(drill(config, worlds=[1]), reference(config))
+    directory = RunDirectory.of(config)
+    total = 14 * 13
+    found = audit(directory, config, Extent.of(build_dataset(config.data))).source_samples
+    assert all(abs(count - total * weight / 6) < 1 for count, weight in zip(found, (3, 2, 1), strict=True))
+
+
+def write_images(folder: Path) -> None:
+    for number in range(20):
+        place = folder / f"class{number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (12, 12, 3), np.uint8)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+
+
+def as_tokens(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Make a batch of text, of rows with names, and of images, whose first pixels become tokens."""
+    pairs = []
+    for sample in samples:
+        first, second = sample.values() if isinstance(sample, dict) else sample
+        if torch.is_tensor(first) and first.ndim == 3:
+            tokens = (first.flatten()[: CONTEXT + 1].abs() * 7).long()
+            first, second = tokens[:-1], tokens[1:]
+        pairs.append((torch.as_tensor(first) % VOCABULARY, torch.as_tensor(second) % VOCABULARY))
+    inputs, targets = (torch.stack(values) for values in zip(*pairs, strict=True))
+    return inputs, targets
 
 
 def write_rows(folder: Path, kind: str) -> None:

@@ -32,7 +32,8 @@ def llama() -> nn.Module:
     import tests.examples.operators  # noqa: F401 - before torchvision, which transformers imports
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=CONTEXT, **sizes))
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=CONTEXT, **sizes))
+    return model
 
 
 def written(path: Path, num_tokens: int = 500) -> TokensDataset:
@@ -97,7 +98,7 @@ def test_positions_begin_anew_after_each_end() -> None:
 
 def test_validation_takes_the_end_token_of_the_training_data() -> None:
     config = parse_config("data: {kind: tokens, path: a.bin, end_token: 7, validation: {kind: tokens, path: b.bin}}")
-    assert config.data.validation.end_token == 7  # type: ignore[union-attr]
+    assert config.data.validation.end_token == 7
 
 
 def test_a_dataset_of_documents_is_pickled_with_its_end_token(tmp_path: Path) -> None:

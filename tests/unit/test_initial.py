@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -91,6 +92,21 @@ def test_what_fits_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
         load_weights(model, tmp_path / "b.pt", strict=False)
     with pytest.raises(UsageError, match=r"neither model.safetensors nor pytorch_model.bin"):
         load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "prefix"), [("state_dict", "net."), ("model", ""), ("model_state_dict", "module."), (None, "_orig_mod.")]
+)
+def test_files_of_other_trainers_are_read(tmp_path: Path, entry: str | None, prefix: str) -> None:
+    """Lightning's .ckpt and checkpoints of plain loops have the weights in an entry, and a module around the model."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    weights: dict[str, Any] = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    if entry == "state_dict":
+        weights["loss.scale"] = torch.ones(())
+    content = weights if entry is None else {entry: weights, "epoch": 3, "optimizer_states": [{"state": {}}]}
+    torch.save(content, tmp_path / "theirs.ckpt")
+    load_weights(other, tmp_path / "theirs.ckpt")
+    torch.testing.assert_close(other.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("index", ["nonsense", "{}", "[]", '{"weight_map": {"a": "none.safetensors"}}'])

@@ -25,7 +25,8 @@ class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("share", 0.25, prog_bar=True)
-        return (self.layer(batch[0]) ** 2).mean()
+        loss: Tensor = (self.layer(batch[0]) ** 2).mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.3, betas=(0.8, 0.9))
@@ -54,7 +55,7 @@ class Two(Module):
 
 class Groups(Module):
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([{"params": [self.layer.weight], "lr": 0.2}, {"params": [self.layer.bias]}], lr=0.1)
+        return torch.optim.SGD([{"params": [param]} for param in self.parameters()], lr=0.1)
 
 
 class LeavesOut(Module):
@@ -82,7 +83,8 @@ class Nothing(Module):
 
 class Annealed(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * min(1.0, self.global_step / 100)
+        loss: Tensor = super().training_step(batch, batch_idx) * min(1.0, self.global_step / 100)
+        return loss
 
 
 class Silent(Module):

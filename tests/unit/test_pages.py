@@ -27,7 +27,8 @@ def blocks(page: Path) -> list[str]:
 
 def page_of(program: str) -> str:
     """Return the name of the page with this program, such as ddp for ddp_before.py."""
-    return {"hugging_face": "hugging_face_trainer", "ray": "ray_train"}.get(program, program)
+    others = {"hugging_face": "hugging_face_trainer", "ray": "ray_train", "lightning_module.py": "lightning"}
+    return others.get(program, program)
 
 
 @pytest.mark.parametrize("page", [*PAGES, DOCS / "does_not_fit.md"], ids=lambda page: page.stem)

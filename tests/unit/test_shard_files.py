@@ -129,6 +129,68 @@ def test_blocks_are_row_groups_or_runs_of_samples(tmp_path: Path) -> None:
     assert shards(tmp_path / "lines", "jsonl").blocks.tolist() == [0, 256, 512, 600]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_opens_the_shards_of_its_samples_alone(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever step a run resumes, it opens no more shards than its samples lie in, and reads each block once."""
+    write_shards(tmp_path / "data", kind, tuple(range(0, 701, 50)))
+    data = parse_config(f"data: {{kind: {kind}, path: {tmp_path}/data}}").data
+    shards(tmp_path / "data", kind)  # makes the index
+    opened: list[str] = []
+    read: list[tuple[int, int]] = []
+    open_one, read_one = Shards._file, Shards._read
+
+    def file(self: Shards, name: str) -> Any:
+        opened.append(name)
+        return open_one(self, name)
+
+    def block(self: Shards, shard: int, first: int, stop: int) -> Any:
+        read.append((shard, first))
+        return read_one(self, shard, first, stop)
+
+    monkeypatch.setattr(Shards, "_file", file)
+    monkeypatch.setattr(Shards, "_read", block)
+    for first in range(0, 1400, 130):
+        dataset = build_dataset(data)
+        order = build_order(data, Extent.of(dataset), seed=4)
+        ids = order.train(np.arange(first, first + 48)).tolist()
+        assert not opened, "the index is enough to resume"
+        for index in ids:
+            dataset[index]
+        assert len(opened) == len({index // 50 for index in ids})
+        assert len(read) == len(set(read))
+        opened.clear()
+        read.clear()
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadfast.data.shard_files._OPEN_FILES", 3)
+    write_shards(tmp_path / "data", "jsonl", tuple(range(0, 701, 100)))
+    dataset = shards(tmp_path / "data", "jsonl", "order: shuffled")
+    for index in (0, 160, 220, 380, 440, 0, 699):
+        assert dataset[index]["label"] == index
+        assert len(dataset._open) <= 3
+
+
+def test_numbers_of_parquet_keep_their_types(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    columns = {
+        "half": pa.array([1.5, 2.5], pa.float32()),
+        "tokens": pa.array([[1, 2], [3]], pa.list_(pa.int16())),
+        "missing": pa.array([None, 4]),
+        "holes": pa.array([[1, None], [2, 3]]),
+        "text": pa.array(["a", "b"]),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "data" / "0.parquet")
+    dataset = shards(tmp_path / "data", "parquet")
+    first, second = dataset[0], dataset[1]
+    assert (first["half"].dtype, first["tokens"].dtype) == (np.float32, np.int16)
+    assert second["tokens"].tolist() == [3]
+    assert first["tokens"].flags.writeable
+    assert [first[name] for name in ("missing", "holes", "text")] == [None, [1, None], "a"]
+
+
 def test_images_of_a_tar_are_tensors(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     image = io.BytesIO()
@@ -162,6 +224,12 @@ def cut(path: Path) -> None:
         ("jsonl", lambda path: path.write_text(""), "has no samples"),
         ("jsonl", lambda path: path.write_text("[1]\n"), "no JSON object"),
         ("jsonl", lambda path: path.write_text('{"a":\n'), "no JSON"),
+        ("webdataset", lambda path: path.write_bytes(bytes(1024)), "has no samples"),
+        (
+            "parquet",
+            lambda path: parquet.write_table(pa.table({"a": pa.array([], pa.int64())}), path),
+            "has no samples",
+        ),
     ],
 )
 def test_a_damaged_shard_is_named(tmp_path: Path, kind: str, damage: Any, sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -53,9 +54,11 @@ def run(*words: Any) -> int:
 
 def expected(tokenizer: Path, documents: list[str]) -> list[int]:
     encoder = Tokenizer.from_file(str(tokenizer))
+    end = encoder.token_to_id(END_TEXT)
+    assert end is not None
     found: list[int] = []
     for document in documents:
-        found += [*encoder.encode(document, add_special_tokens=False).ids, encoder.token_to_id(END_TEXT)]
+        found += [*encoder.encode(document, add_special_tokens=False).ids, end]
     return found
 
 
@@ -135,8 +138,6 @@ def test_bad_input_is_one_line(
     assert run(tmp_path / name, "--tokenizer", tokenizer, "--out", "tokens.bin", *more) in (1, 2)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    import re
-
     assert re.search(sentence, said)
     assert not (tmp_path / "tokens.bin").exists()
 

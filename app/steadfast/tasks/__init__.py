@@ -14,7 +14,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from steadfast.config import TargetTask, TaskConfig
-from steadfast.data.batches import IGNORED, Batch
+from steadfast.data.batches import IGNORED as IGNORED
+from steadfast.data.batches import Batch
 from steadfast.errors import DataError, UsageError
 from steadfast.models.gpt import Gpt
 

@@ -1,10 +1,4 @@
-"""The autoencoder of Lightning's first tutorial, on digits: python lightning_module.py
-
-The module stays as it is, and `fit_module` takes the place of the trainer.
-"""
-
-import os
-import signal
+"""The autoencoder of Lightning's first tutorial, on digits: python lightning_module.py"""
 
 import lightning
 import torch
@@ -14,19 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from steadfast import Config
-from steadfast.hooks.hook import HookContext
 from steadfast.lightning import fit_module
-
-pixels, _ = load_digits(return_X_y=True)
-digits = TensorDataset(torch.tensor(pixels / 16).float())
-train_set, test_set = TensorDataset(*digits[:1536]), TensorDataset(*digits[1536:])
-config = Config(
-    run={"name": "autoencoder", "epochs": 4},
-    batch={"global_size": 64, "microbatch_size": 32},
-    optimizer={"max_grad_norm": 1.0},
-    validation={"every": "1 epoch"},
-    checkpoint={"every": "10 steps"},
-)
 
 
 class Autoencoder(lightning.LightningModule):
@@ -49,18 +31,19 @@ class Autoencoder(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)}
 
 
-class Killed:
-    """Kills the process in the middle of training, if KILL_AT says when."""
-
-    def on_step(self, run: HookContext) -> None:
-        if run.step == int(os.environ.get("KILL_AT", "0")):
-            os.kill(os.getpid(), signal.SIGKILL)
-
+pixels, _ = load_digits(return_X_y=True)
+digits = TensorDataset(torch.tensor(pixels / 16).float())
+train_set, test_set = TensorDataset(*digits[:1536]), TensorDataset(*digits[1536:])
+config = Config(
+    run={"name": "autoencoder", "epochs": 4},
+    batch={"global_size": 64, "microbatch_size": 32},
+    optimizer={"max_grad_norm": 1.0},
+    validation={"every": "1 epoch"},
+    checkpoint={"every": "10 steps"},
+)
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    result = fit_module(
-        config, Autoencoder(), dataset=train_set, validation=test_set, order="sequential", hooks=[Killed()]
-    )
+    result = fit_module(config, Autoencoder(), dataset=train_set, validation=test_set, order="sequential")
     metrics = result.summary["metrics"]
     print(f"loss {metrics['loss']:.6f}, largest {metrics['largest']:.6f}")
