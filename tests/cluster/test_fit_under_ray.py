@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -56,10 +57,32 @@ def test_ray_tune_searches_a_rate_by_fit_in_the_processes_of_its_trials(tmp_path
         assert summary_of(tmp_path / f"lr-{rate}")["status"] == "finished"
 
 
-def run_program(program: str, storage: Path) -> list[str]:
+KILLED = """
+import sys
+from tests.examples.tune_fit import search
+storage = sys.argv[1]
+grids = [search(f"{storage}/undisturbed"), search(f"{storage}/killed", inject=[{"kind": "kill_at", "step": 8, "rank": 0}])]
+print([[(result.config["lr"], result.metrics["loss"]) for result in grid] for grid in grids], [grid.num_errors for grid in grids])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_trial_of_ray_tune_that_is_killed_is_one_result_with_the_undisturbed_loss(tmp_path: Path) -> None:
+    lines = run_program("-c", tmp_path, KILLED)
+    found = next(line for line in lines if line.startswith("[[("))
+    undisturbed, killed = ast.literal_eval(found[: found.index("]]") + 2])
+    assert killed == undisturbed
+    assert len(killed) == 2
+    assert found.endswith("[0, 0]")
+    for rate in ("0.001", "0.1"):
+        assert summary_of(tmp_path / "killed" / f"lr-{rate}")["attempts"] == 2
+
+
+def run_program(program: str, storage: Path, *code: str) -> list[str]:
     """Run a program of a user's own. Return the lines of its output."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "app")])}
-    words = [sys.executable, program, str(storage)]
+    words = [sys.executable, program, *code, str(storage)]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()

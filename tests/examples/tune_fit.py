@@ -3,6 +3,7 @@
 import os
 import sys
 from functools import partial
+from typing import Any
 
 import torch
 from ray import tune
@@ -12,7 +13,7 @@ from steadfast import Config, fit
 from tests.examples.script import line, squared_error
 
 
-def trial(sampled: dict[str, float], storage: str) -> None:
+def trial(sampled: dict[str, float], storage: str, faults: dict[str, Any]) -> None:
     lr = sampled["lr"]
     # Each rate is a run of its own. The same search again finds the finished runs, and trains only what is new.
     config = Config.model_validate(
@@ -21,6 +22,8 @@ def trial(sampled: dict[str, float], storage: str) -> None:
             "batch": {"global_size": 12},
             "optimizer": {"lr": lr},
             "trackers": [],
+            "checkpoint": {"every": "5 steps"},
+            "faults": faults,
         }
     )
     torch.manual_seed(0)
@@ -28,10 +31,13 @@ def trial(sampled: dict[str, float], storage: str) -> None:
     tune.report({"loss": result.summary["metrics"]["loss"]})
 
 
-def search(storage: str) -> tune.ResultGrid:
+def search(storage: str, **faults: Any) -> tune.ResultGrid:
+    """Train each rate; a trial that dies starts again, and `fit` resumes its run."""
     space = {"lr": tune.grid_search([0.001, 0.1])}
-    run_config = tune.RunConfig(storage_path=os.path.join(storage, "tune"), verbose=0)
-    return tune.Tuner(partial(trial, storage=storage), param_space=space, run_config=run_config).fit()
+    again = tune.FailureConfig(max_failures=2)
+    run_config = tune.RunConfig(storage_path=os.path.join(storage, "tune"), failure_config=again, verbose=0)
+    train = partial(trial, storage=storage, faults=faults)
+    return tune.Tuner(train, param_space=space, run_config=run_config).fit()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from steadfast.config import Target, TargetData
 from steadfast.data.order import Int64s, OwnOrder, Permutation, SampleOrder, build_order, samples_digest, uniform
 from steadfast.errors import DataError
+from tests.examples.orders import Curriculum, LengthBuckets
 
 SEEDS = st.integers(0, 2**63 - 1)
 FROZEN_TRAIN = [977, 243, 94, 529, 756, 902, 253, 324]
@@ -219,3 +220,17 @@ def test_uniform_numbers_belong_to_their_position() -> None:
     assert len(np.unique(drawn)) == len(drawn)
     assert (uniform(1, epoch[5:9], place[5:9]) == drawn[5:9]).all()
     assert not (uniform(2, epoch, place) == drawn).any()
+
+
+def test_the_examples_of_orders_are_valid_and_do_what_they_say() -> None:
+    lengths = np.random.default_rng(1).integers(1, 100, 1003)
+    for order in (LengthBuckets(lengths.tolist(), 10), Curriculum(lengths.tolist())):
+        OwnOrder(1003, 0.0, 4, order, "example")
+    places = np.arange(1003)
+    epochs = [LengthBuckets(lengths.tolist(), 10)(4, np.full(1003, epoch), places, 1003) for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == places.tolist()
+    assert epochs[0].tolist() != epochs[1].tolist()
+    assert np.ptp(lengths[epochs[0][:1000]].reshape(100, 10), axis=1).mean() < 2
+    means = [lengths[Curriculum(lengths.tolist())(4, np.full(1003, epoch), places, 1003)].mean() for epoch in range(10)]
+    assert means == sorted(means)
+    assert means[-1] == pytest.approx(lengths.mean(), abs=5)

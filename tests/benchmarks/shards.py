@@ -1,0 +1,188 @@
+"""Samples of shards by the loader, beside the same files read from beginning to end without one.
+
+python -m tests.benchmarks.shards --gb 10              # on the local disk; --s3 on an S3 server of the tests
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import resource
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import fs, parquet
+
+from steadfast.config import parse_config
+from steadfast.data import Extent, Loader, build_dataset, build_order
+from steadfast.plan import Microbatch
+from tests.benchmarks.commands import end_on_sigterm
+from tests.benchmarks.statistics import table
+
+BATCH = 64
+TOKENS = 1024
+IMAGE_BYTES = 100_000
+SHARD_BYTES = 2**28
+
+
+def write(folder: Path, kind: str, gigabytes: float) -> None:
+    """Write shards of 256 MiB: rows of 1,024 tokens, or files of 100 kB with a class."""
+    chance = np.random.default_rng(1)
+    for shard in range(max(1, round(gigabytes * 2**30 / SHARD_BYTES))):
+        if kind == "parquet":
+            rows = SHARD_BYTES // (4 * TOKENS)
+            tokens = chance.integers(0, 2**31, rows * TOKENS, np.int32)
+            column = pa.ListArray.from_arrays(np.arange(0, rows * TOKENS + 1, TOKENS, np.int32), pa.array(tokens))
+            parquet.write_table(
+                pa.table({"tokens": column}), folder / f"{shard:04d}.parquet", row_group_size=1000, compression="none"
+            )
+            continue
+        with tarfile.open(folder / f"{shard:04d}.tar", "w") as tar:
+            for number in range(SHARD_BYTES // IMAGE_BYTES):
+                for suffix, content in (("bin", chance.bytes(IMAGE_BYTES)), ("cls", str(number % 10).encode())):
+                    member = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+
+
+def plain(files: fs.FileSystem, folder: str, kind: str) -> Iterator[int]:
+    """Read all shards in order, and yield the bytes of each batch."""
+    for info in sorted(files.get_file_info(fs.FileSelector(folder)), key=lambda info: info.path):
+        with files.open_input_file(info.path) as file:
+            yield from (plain_rows if kind == "parquet" else plain_tar)(file)
+
+
+def plain_rows(file: pa.NativeFile) -> Iterator[int]:
+    found = parquet.ParquetFile(file)
+    for batch in found.iter_batches(BATCH):
+        tokens = torch.from_numpy(batch.column(0).values.to_numpy().reshape(-1, TOKENS).copy())
+        yield tokens.nbytes
+
+
+def plain_tar(file: pa.NativeFile) -> Iterator[int]:
+    with tarfile.open(fileobj=io.BufferedReader(file, 2**20), mode="r:") as tar:
+        images: list[bytes] = []
+        for member in tar:
+            content = tar.extractfile(member)
+            assert content is not None
+            if member.name.endswith("bin"):
+                images.append(content.read())
+            else:
+                int(content.read())
+            if len(images) == BATCH:
+                yield torch.stack([torch.frombuffer(bytearray(image), dtype=torch.uint8) for image in images]).nbytes
+                images = []
+
+
+def batch_of_rows(samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]))
+
+
+def batch_of_files(samples: list[dict[str, bytes]]) -> torch.Tensor:
+    return torch.stack([torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8) for sample in samples])
+
+
+def by_the_loader(folder: str, kind: str) -> Iterator[int]:
+    """Read an epoch in the order of blocks, and yield the bytes of each batch."""
+    collate = "batch_of_rows" if kind == "parquet" else "batch_of_files"
+    words = f"kind: {kind}, path: '{folder}', collate: {{target: 'tests.benchmarks.shards:{collate}'}}"
+    data = parse_config(f"data: {{{words}, validation_fraction: 0}}").data
+    dataset = build_dataset(data)
+    order = build_order(data, Extent.of(dataset), 1)
+    loader = Loader(dataset, order, data, torch.device("cpu"))
+    batches = (Microbatch(1, 0, start, BATCH, 1) for start in range(0, order.num_train - BATCH, BATCH))
+    for fetched in loader.steps(batches):
+        yield fetched.batch.nbytes
+
+
+def measure(read: Callable[[], Iterator[int]]) -> str:
+    """Return the seconds to the first batch, MB per second after it, and the peak of memory in MB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s = time.perf_counter()
+    batches = read()
+    next(batches)
+    first_s = time.perf_counter() - began_s
+    size = sum(batches)
+    seconds = time.perf_counter() - began_s - first_s
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return f"{first_s:.2f} {size / seconds / 1e6:.0f} {peak / 1e3:.0f}"
+
+
+def in_another_process(side: str, kind: str, folder: str) -> list[float]:
+    words = [sys.executable, "-m", "tests.benchmarks.shards", "--side", side, "--kind", kind, "--folder", folder]
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("3")  # so that the disk is read
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+
+
+def compare(kind: str, folder: str, pairs: int) -> list[str]:
+    """Return a row of the table: the median of pairs of turns, each in a process of its own."""
+    by_the_loader_first = in_another_process("loader", kind, folder)  # makes the index
+    sides: dict[str, list[list[float]]] = {"plain": [], "loader": []}
+    for number in range(pairs):
+        for side in sorted(sides, reverse=bool(number % 2)):
+            sides[side].append(in_another_process(side, kind, folder))
+    ratios = [loader[1] / other[1] for loader, other in zip(sides["loader"], sides["plain"], strict=True)]
+    medians = {side: np.median(turns, axis=0) for side, turns in sides.items()}
+    return [
+        kind,
+        f"{medians['plain'][1]:.0f}",
+        f"{medians['loader'][1]:.0f}",
+        f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        f"{by_the_loader_first[0]:.2f}",
+        f"{medians['loader'][0]:.2f}",
+        f"{medians['loader'][2]:.0f}",
+    ]
+
+
+def main() -> None:
+    end_on_sigterm()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--kinds", nargs="*", default=["parquet", "webdataset"])
+    parser.add_argument("--s3", metavar="URI", help="bucket of a server of the tests, in place of a folder")
+    parser.add_argument("--side")
+    parser.add_argument("--kind")
+    parser.add_argument("--folder", default="")
+    options = parser.parse_args()
+    if options.side:
+        from steadfast.storage import arrow_filesystem, open_store
+
+        files, place = arrow_filesystem(open_store(options.folder))
+        files = files or fs.LocalFileSystem()
+        reads = {
+            "plain": lambda: plain(files, place, options.kind),
+            "loader": lambda: by_the_loader(options.folder, options.kind),
+        }
+        print(measure(reads[options.side]))
+        return
+    rows = [["kind", "plain MB/s", "loader MB/s", "ratio", "first batch, no index, s", "first batch, s", "peak MB"]]
+    with tempfile.TemporaryDirectory(prefix="shards-", dir=".") as local:
+        for kind in options.kinds:
+            folder = Path(local).resolve() / kind
+            folder.mkdir()
+            write(folder, kind, options.gb)
+            place = str(folder)
+            if options.s3:
+                from steadfast.storage import arrow_filesystem, open_store
+
+                files, prefix = arrow_filesystem(open_store(f"{options.s3}/{kind}"))
+                fs.copy_files(str(folder), prefix, destination_filesystem=files)
+                place = f"{options.s3}/{kind}"
+            rows.append(compare(kind, place, options.pairs))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
