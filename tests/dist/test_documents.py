@@ -80,4 +80,5 @@ def test_a_model_that_mixes_documents_is_refused(tmp_path: Path, kind: str) -> N
 
 def test_a_model_of_hugging_face_keeps_documents_apart(tmp_path: Path) -> None:
     config = documents(tmp_path, f"model={{target: '{HERE}:llama'}}", "run.steps=4")
-    check_run(drill(config, worlds=[2]), reference(config))
+    found = [line["loss"] for line in drill(config, worlds=[2]).history.lines]
+    assert found == pytest.approx(reference(config).losses, rel=1e-6)  # its angles are float32

@@ -15,11 +15,13 @@ from torch.utils.data import default_collate
 from steadfast.config import AdamWConfig, Config, OptimizerConfig, SgdConfig, TargetOptimizer
 from steadfast.config.target import load_target
 from steadfast.data import Extent, SampleOrder, build_dataset, build_order
+from steadfast.data.batches import Batch, map_tensors
 from steadfast.data.datasets import build_collate
 from steadfast.data.order import sample_keys, samples_digest
 from steadfast.loop.seed import seed_generators, seed_validation
 from steadfast.models import build_model
 from steadfast.optim.schedule import learning_rate
+from steadfast.parallel.blocks import stop_caching
 from steadfast.plan import Microbatch
 from steadfast.tasks import build_task
 
@@ -57,6 +59,8 @@ def reference(
     """
     torch.manual_seed(config.run.seed)
     model = build_model(config.model).double()
+    if config.data.has_documents:
+        stop_caching(model)
     optimizer = _optimizer(config.optimizer, model)
 
     losses: list[float | None] = []
@@ -143,7 +147,7 @@ def held_out(config: Config) -> GlobalBatch:
     return GlobalBatch(order.validation(positions), positions)
 
 
-def microbatches(global_batch: GlobalBatch, config: Config) -> Iterator[tuple[Tensor, ...]]:
+def microbatches(global_batch: GlobalBatch, config: Config) -> Iterator[Batch]:
     """Its samples, each read with the randomness that is its own."""
     dataset = build_dataset(config.data)
     keys = sample_keys(*global_batch, config.run.seed)
@@ -155,4 +159,4 @@ def microbatches(global_batch: GlobalBatch, config: Config) -> Iterator[tuple[Te
     collate = build_collate(config.data, "data.collate", dataset) or default_collate
     for start in range(0, len(samples), size):
         batch = collate(samples[start : start + size])
-        yield tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in batch)
+        yield map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)

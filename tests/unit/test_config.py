@@ -16,6 +16,7 @@ from steadfast.config import (
     HeldOut,
     MlpConfig,
     Target,
+    TargetData,
     TextData,
     TextSource,
     ValidationHuggingFace,
@@ -394,3 +395,13 @@ def test_data_of_one_kind_are_validated_on_at_the_size_that_they_are_trained_at(
     assert parse_config(texts, "x.yaml").data.validation == TextSource(source="*.md", context_length=64)
     others = "data: {context_length: 64, validation: {kind: huggingface, path: b}}"
     assert parse_config(others, "x.yaml").data.validation == ValidationHuggingFace(path="b")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_keys_in_a_section_that_is_overridden_too_are_kept(reverse: bool) -> None:
+    words = ["data={target: 'a:b'}", "data.validation.collate.target=x:y", "data.num_workers=3", "data.validation={}"]
+    data = parse_config("data: {kind: text}", overrides=words[::-1] if reverse else words).data
+    assert isinstance(data, TargetData)
+    assert data.num_workers == 3
+    assert isinstance(data.validation, HeldOut)
+    assert data.validation.collate is not None

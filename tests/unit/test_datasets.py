@@ -115,5 +115,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
 
 def test_a_stream_is_refused_by_its_name() -> None:
-    with pytest.raises(DataError, match=r"a Stream, an IterableDataset: .* Return a map-style dataset"):
+    with pytest.raises(
+        DataError, match=r"a Stream, an IterableDataset: .* `steadfast index .* or return a map-style dataset"
+    ):
         build_dataset(TargetData(target="tests.unit.test_datasets:Stream"))

@@ -16,11 +16,14 @@ from steadfast.storage import LocalStore, open_store
 from steadfast.telemetry.mlflow import MlflowTracker
 
 mlflow = pytest.importorskip("mlflow")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
 
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("_MLFLOW_TELEMETRY_SESSION_ID", "tests")  # which MLflow would leave behind
 
 
 def tracker(folder: Path, **fields: Any) -> MlflowTracker:

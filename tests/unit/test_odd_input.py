@@ -326,7 +326,7 @@ WEIGHTS: dict[str, Callable[[Path], object]] = {
     "code": save({"weight": Executes()}),
     "int keys": save({1: torch.zeros(1)}),
     "a number": save({"weight": 5}),
-    "a nested state": save({"model": nn.Linear(4, 3).state_dict()}),
+    "a nested state": save({"nets": nn.Linear(4, 3).state_dict()}),
     "a list": save([1, 2]),
     "a tensor": save(torch.zeros(3)),
     "None": save(None),
@@ -350,7 +350,7 @@ def test_weights_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     [
         ("int keys", "it is no state_dict: 1 names a Tensor, not a tensor"),
         ("a number", "it is no state_dict: 'weight' names a int, not a tensor"),
-        ("a nested state", "it is no state_dict: 'model' names a OrderedDict, not a tensor"),
+        ("a nested state", "it is no state_dict: 'nets' names a OrderedDict, not a tensor"),
         ("a list", "it holds a list, not a state_dict"),
     ],
 )

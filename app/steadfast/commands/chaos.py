@@ -33,7 +33,6 @@ def run(options: Namespace) -> int:
     try:
         # Chaos is a test of the program and no part of a run, so it belongs to the tests, which are not in a wheel.
         from tests.chaos.command import chaos
-        from tests.chaos.storm_runs import storm
     except ModuleNotFoundError as error:
         # Any other missing module is an import of chaos itself, in a checkout that lacks a package.
         if error.name not in ("tests", "tests.chaos", "tests.chaos.command"):
@@ -41,5 +40,7 @@ def run(options: Namespace) -> int:
         raise UsageError("chaos needs a checkout of the repository: tests/chaos is not part of a package") from error
     minutes = options.minutes
     if options.storm:
+        from tests.chaos.storm_runs import storm
+
         return storm(options.config, options.words, options.mean, 13.0 if minutes is None else minutes)
     return chaos(options.config, options.words, 4.1 if minutes is None else minutes)

@@ -146,8 +146,7 @@ class Document:
 
         VALUE is read as YAML, or as text if VALUE is not valid YAML (such as *.txt).
         """
-        # Kinds are set first: a new kind removes the file's keys of the former kind, but must keep the other overrides.
-        for override in sorted(overrides, key=lambda each: not each.partition("=")[0].endswith((".kind", ".target"))):
+        for override in _in_order(overrides):
             key, equals, text = override.partition("=")
             path = tuple(key.split("."))
             section = self._section_to_override(path[:-1])
@@ -236,6 +235,21 @@ def _syntax_problem(error: yaml.YAMLError, file: str, text: str) -> Problem:
 
 def _refuse(what: str, place: Any) -> NoReturn:
     raise yaml.MarkedYAMLError(problem=what, problem_mark=place.start_mark)
+
+
+def _in_order(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides in an order in which none removes what another one sets."""
+    keys = [override.partition("=")[0] for override in overrides]
+
+    def rank(override: str) -> tuple[int, int]:
+        key = override.partition("=")[0]
+        # A whole section comes before the keys in it, an outer section before an inner one.
+        if any(other.startswith(f"{key}.") for other in keys):
+            return 0, key.count(".")
+        # A new kind removes the file's keys of the former kind, but must keep the other overrides.
+        return (1 if key.endswith((".kind", ".target")) else 2), 0
+
+    return sorted(overrides, key=rank)
 
 
 def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
