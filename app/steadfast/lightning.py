@@ -1,6 +1,6 @@
 """Train a LightningModule, with its own loss, metrics, optimizer and schedule.
 
-Lightning's automatic optimization is what is kept. What would train differently here is refused by name.
+The module trains as by Lightning's automatic optimization. A module that would train differently is refused.
 """
 
 import copy
@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ from steadfast.errors import UsageError
 from steadfast.library import Result, fit
 from steadfast.tasks import Mean, Sums
 
-# Methods that a module may override beside its steps, because nothing here needs them.
-_UNUSED = ("prepare_data", "setup", "teardown", "train_dataloader", "val_dataloader")
+# Methods that a module may override beside its steps. `fit_module` calls the first two, and nothing needs the others.
+_ALLOWED = ("prepare_data", "setup", "teardown", "train_dataloader", "val_dataloader")
 _OF_OPTIMIZATION = (
     "backward",
     "configure_callbacks",
@@ -62,9 +62,11 @@ def fit_module(
     if not isinstance(config, Config):
         config = load_config(os.fspath(config))
     _refuse_unlike(config, module)
-    optimizer, scheduler, per_epoch, frequency = _configured(module)
-    kind, settings = _settings_of(module, optimizer)
-    rate = float(optimizer.defaults["lr"])
+    with _logging(module, 1):
+        module.prepare_data()
+        module.setup("fit")
+        optimizer, scheduler, per_epoch, frequency = _configured(module)
+    kind, settings, rate = _settings_of(module, optimizer)
     if scheduler is not None:
         samples = dataset if dataset is not None else build_dataset(config.data)
         fraction = 0.0 if validation is not None else config.data.held_out_fraction
@@ -99,17 +101,17 @@ class ModuleTask:
         """
         size = len(next(tensors_of(batch)))
         name = "training_step"
-        if not model.training and _overrides(model, "validation_step"):
+        # Before the first step `training_step` is tried in evaluation mode, with gradients.
+        if not model.training and not torch.is_grad_enabled() and _overrides(model, "validation_step"):
             name = "validation_step"
         step = getattr(model, name)
-        # The number of a batch is optional in Lightning.
-        takes_number = "batch_idx" in inspect.signature(step).parameters or len(inspect.signature(step).parameters) > 1
         with _logging(model, size) as logged:
-            found = step(batch, 0) if takes_number else step(batch)
+            # The number of a batch is optional in Lightning.
+            found = step(batch, _NoNumber()) if len(inspect.signature(step).parameters) > 1 else step(batch)
         if isinstance(found, dict):
             found = found.get("loss")
         if found is None and name == "validation_step":
-            found = _logged_loss(logged)
+            found = _logged_loss(type(model).__name__, logged)
         if not isinstance(found, Tensor):
             raise UsageError(f"{type(model).__name__}.{name} gives a {type(found).__name__}; it must give the loss")
         logged.pop("loss", None)  # the name of the loss itself
@@ -117,11 +119,33 @@ class ModuleTask:
         return Sums(found * size, size, metrics)
 
 
-def _logged_loss(logged: dict[str, tuple[Tensor, int]]) -> Tensor | None:
-    for name, (value, _) in logged.items():
-        if name.endswith("loss"):
-            return value
-    return None
+def _logged_loss(module: str, logged: dict[str, tuple[Tensor, int]]) -> Tensor | None:
+    """Return the loss that a validation step has logged.
+
+    Raises UsageError if several values may be the loss.
+    """
+    for name in ("loss", "val_loss"):
+        if name in logged:
+            return logged[name][0]
+    losses = [name for name in logged if name.endswith("loss")]
+    if len(losses) > 1:
+        raise UsageError(f"{module}.validation_step logs {', '.join(losses)}: call the loss of validation val_loss")
+    return logged[losses[0]][0] if losses else None
+
+
+class _NoNumber:
+    """Stands for the number of a batch, so that a step which computes with the number is refused."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise UsageError(
+            "a step uses batch_idx. Batches have no number here: their samples are the same for any number of workers, "
+            "and a hook's run.step is the step"
+        )
+
+    __index__ = __int__ = __float__ = __bool__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __mul__ = __floordiv__ = __truediv__ = __mod__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -163,7 +187,7 @@ class _NoTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(
-            f"{self._module} uses {name} of the trainer in a step. There is no trainer here: a hook's run.step is the "
+            f"{self._module} uses {name} of the trainer. There is no trainer here: a hook's run.step is the "
             "step, and a task of your own may keep a count in a buffer of the model"
         )
 
@@ -184,7 +208,7 @@ def _refuse_unlike(config: Config, module: Any) -> None:
     hooks = import_extra("lightning.pytorch.core.hooks", "lightning", "fit_module")
     known = [each for kind in ("ModelHooks", "DataHooks", "CheckpointHooks") for each in vars(getattr(hooks, kind))]
     for hook in (*known, *_OF_OPTIMIZATION):
-        if hook.startswith(("__", "on_test", "on_predict", "test_", "predict_")) or hook in _UNUSED:
+        if hook.startswith(("__", "on_test", "on_predict", "test_", "predict_")) or hook in _ALLOWED:
             continue
         if _overrides(module, hook):
             raise UsageError(
@@ -235,10 +259,12 @@ def _configured(module: Any) -> tuple[torch.optim.Optimizer, LRScheduler | None,
     return found, scheduler, interval == "epoch", frequency
 
 
-def _settings_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[type[torch.optim.Optimizer], Any]:
-    """Return the class of an optimizer and its settings, without the learning rate.
+def _settings_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any], float]:
+    """Return the class of an optimizer, its settings, and its learning rate before any schedule.
 
-    Raises UsageError for several groups of parameters, and for parameters that are left out.
+    Raises UsageError for several groups of parameters, for parameters that are left out, and for hidden settings.
     """
     if len(optimizer.param_groups) > 1:
         raise UsageError(
@@ -251,7 +277,10 @@ def _settings_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[t
         if param.requires_grad and param not in optimized:
             raise UsageError(f"configure_optimizers leaves out {name}, which would be trained: freeze the parameter")
     taken = inspect.signature(type(optimizer).__init__).parameters
-    return type(optimizer), {key: value for key, value in group.items() if key in taken and key not in ("params", "lr")}
+    if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        raise UsageError(f"{type(optimizer).__name__} takes **settings, whose names are unknown; name each of them")
+    settings = {key: value for key, value in group.items() if key in taken and key not in ("params", "lr")}
+    return type(optimizer), settings, float(group.get("initial_lr", group["lr"]))
 
 
 class _Optimizer:

@@ -73,7 +73,7 @@ def llama() -> Any:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_model_that_mixes_documents_is_refused(tmp_path: Path, kind: str) -> None:
-    said = r"UsageError: data\.end_token: the loss of a document follows from the document before it"
+    said = r"UsageError: data\.end_token: the loss of a document depends on the document before it"
     with pytest.raises(MemberFailed, match=said):
         drill(documents(tmp_path, f"model={{target: '{HERE}:Mixing'}}", f"parallel.kind={kind}"), worlds=[2])
 

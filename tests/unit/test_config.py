@@ -405,3 +405,7 @@ def test_keys_in_a_section_that_is_overridden_too_are_kept(reverse: bool) -> Non
     assert data.num_workers == 3
     assert isinstance(data.validation, HeldOut)
     assert data.validation.collate is not None
+    words = ["model.target=m:M", "model.args={a: 1}", "model.args.x=2"]
+    model = parse_config("model: {kind: gpt}", overrides=words[::-1] if reverse else words).model
+    assert isinstance(model, Target)
+    assert model.args == {"a": 1, "x": 2}

@@ -44,6 +44,7 @@ class Stream(IterableDataset[Any]):
                 "image": np.full((2, 3), number, np.float32),
                 "text": f"sample {number}",
                 "raw": bytes([number % 256]),
+                "mask": np.arange(3) > number % 3,
             }
 
 
@@ -122,14 +123,18 @@ def test_a_stream_that_gives_other_samples_the_second_time_is_refused(
     monkeypatch.setattr(write_shards, "_GROUPS_PER_SHARD", 1)
     with pytest.raises(OSError, match="no answer"):
         write_shards.write_shards(failing(Stream(), 1700), tmp_path / "partial")
-    with pytest.raises(DataError, match="sample 0 of the stream is another one"):
+    with pytest.raises(DataError, match="the samples from number 0 on are others"):
         write_shards.write_shards(Stream(shuffled=True), tmp_path / "partial")
 
 
 @pytest.mark.parametrize(
     ("samples", "sentence"),
     [
-        ([{"a": 1}, {"b": 1}], "a of a sample cannot be stored"),
+        ([{"a": 1}, {"b": 1}], "a sample has the values b, and the first one a"),
+        ([{"a": 1}, {"a": 1, "b": 2}], "a sample has the values a, b"),
+        ([(1, 2), (1, 2, 3)], "a sample has the values 0, 1, 2"),
+        ([{"a": None}], "None in the first 1 samples"),
+        ([{"a": np.zeros((2, 2), bool)}], "make it uint8"),
         ([{"a": object()}], "a of a sample cannot be stored"),
         ([{"a": np.zeros((2, 2))}, {"a": np.zeros((3, 2))}], "same shape"),
         ([torch.zeros(2)], "gives a Tensor; index takes mappings and tuples"),
@@ -140,6 +145,21 @@ def test_samples_that_cannot_be_stored_are_named(tmp_path: Path, samples: list[A
     with pytest.raises(DataError, match=sentence):
         write_shards.write_shards(samples, tmp_path / "partial")
     assert not list(tmp_path.glob("partial/*.parquet"))
+
+
+def test_a_stream_that_differs_in_one_sample_is_refused(tmp_path: Path) -> None:
+    """A stream whose shards begin alike may still be shuffled inside."""
+    samples = [{"a": number} for number in range(3000)]
+    write_shards.write_shards(samples, tmp_path / "partial")
+    samples[1500], samples[1501] = samples[1501], samples[1500]
+    with pytest.raises(DataError, match="are others than when"):
+        write_shards.write_shards(samples, tmp_path / "partial")
+
+
+def test_all_shards_have_the_columns_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_shards, "_GROUPS_PER_SHARD", 1)
+    with pytest.raises(DataError, match=r"a of a sample cannot be stored: .*1\.5"):
+        write_shards.write_shards(({"a": 1 if number < 1000 else 1.5} for number in range(1001)), tmp_path / "shards")
 
 
 def test_other_kinds_and_existing_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

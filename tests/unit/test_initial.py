@@ -109,6 +109,17 @@ def test_files_of_other_trainers_are_read(tmp_path: Path, entry: str | None, pre
     torch.testing.assert_close(other.state_dict(), model.state_dict())
 
 
+def test_the_part_that_fits_best_is_taken_and_two_are_refused(tmp_path: Path) -> None:
+    """A checkpoint of a teacher and a student, or of a model and its average."""
+    model = nn.Linear(3, 2)
+    part = {f"student.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(part | {"head.weight": torch.ones(5)}, tmp_path / "one.pt")
+    load_weights(nn.Linear(3, 2), tmp_path / "one.pt")
+    torch.save(part | {f"teacher.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "two.pt")
+    with pytest.raises(UsageError, match="its parts student, teacher fit equally well"):
+        load_weights(nn.Linear(3, 2), tmp_path / "two.pt")
+
+
 @pytest.mark.parametrize("index", ["nonsense", "{}", "[]", '{"weight_map": {"a": "none.safetensors"}}'])
 def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)

@@ -87,6 +87,31 @@ class Annealed(Module):
         return loss
 
 
+class Alternating(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (2 if batch_idx % 2 else 1)
+
+
+class Ahead(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
+
+
+class Hidden(torch.optim.SGD):
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+
+
+class WithHidden(Module):
+    def configure_optimizers(self) -> Any:
+        return Hidden(self.parameters(), lr=0.1)
+
+
+class Losses(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"first_loss": 1.0, "second_loss": 2.0})
+
+
 class Silent(Module):
     def training_step(self, batch: Any) -> None:  # type: ignore[override]
         pass
@@ -108,6 +133,8 @@ DATA = TensorDataset(torch.zeros(32, 4))
         (Momentum, "set cycle_momentum=False"),
         (Nothing, "returns a NoneType, no optimizer"),
         (nn.Linear, "takes a LightningModule"),
+        (WithHidden, r"Hidden takes \*\*settings"),
+        (Ahead, "uses estimated_stepping_batches of the trainer"),
     ],
 )
 def test_what_would_train_differently_is_refused_by_name(kind: Any, sentence: str) -> None:
@@ -117,11 +144,27 @@ def test_what_would_train_differently_is_refused_by_name(kind: Any, sentence: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"), [(Annealed, "uses global_step of the trainer in a step"), (Silent, "must give the loss")]
+    ("kind", "sentence"),
+    [
+        (Annealed, "uses global_step of the trainer"),
+        (Silent, "must give the loss"),
+        (Alternating, "a step uses batch_idx"),
+    ],
 )
 def test_a_step_that_needs_the_trainer_or_gives_no_loss_is_refused(kind: Any, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         ModuleTask().loss(kind(), (torch.zeros(3, 4),))
+
+
+def test_a_validation_with_several_losses_is_refused() -> None:
+    with torch.no_grad(), pytest.raises(UsageError, match="logs first_loss, second_loss: call the loss"):
+        ModuleTask().loss(Losses().eval(), (torch.zeros(3, 4),))
+
+
+def test_the_group_has_a_rate_of_its_own() -> None:
+    module = Module()
+    optimizer = torch.optim.SGD([{"params": list(module.parameters()), "lr": 0.01}], lr=0.1)
+    assert _settings_of(module, optimizer)[2] == 0.01
 
 
 def test_a_step_leaves_the_module_as_it_was() -> None:
@@ -136,8 +179,9 @@ def test_a_step_leaves_the_module_as_it_was() -> None:
 
 def test_the_optimizer_keeps_its_settings() -> None:
     module = Module()
-    kind, settings = _settings_of(module, _configured(module)[0])
+    kind, settings, rate = _settings_of(module, _configured(module)[0])
     assert kind is torch.optim.AdamW
+    assert rate == 0.1
     made = kind(nn.Linear(2, 2).parameters(), lr=0.5, **settings)
     assert made.param_groups[0]["betas"] == (0.8, 0.9)
     assert made.param_groups[0]["weight_decay"] == 0.3

@@ -175,7 +175,14 @@ def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_numbers_of_parquet_keep_their_types(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
+    writer = parquet.ParquetWriter(tmp_path / "data" / "1.parquet", pa.schema({"a": pa.int64()}))
+    for rows in ([], [1, 2], [], [3]):  # some row groups are empty
+        writer.write_table(pa.table({"a": pa.array(rows, pa.int64())}))
+    writer.close()
+    assert [int(shards(tmp_path / "data", "parquet")[index]["a"]) for index in range(3)] == [1, 2, 3]
+    (tmp_path / "data" / "1.parquet").unlink()
     columns = {
+        "fixed": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2)),
         "half": pa.array([1.5, 2.5], pa.float32()),
         "tokens": pa.array([[1, 2], [3]], pa.list_(pa.int16())),
         "missing": pa.array([None, 4]),
@@ -188,6 +195,8 @@ def test_numbers_of_parquet_keep_their_types(tmp_path: Path) -> None:
     assert (first["half"].dtype, first["tokens"].dtype) == (np.float32, np.int16)
     assert second["tokens"].tolist() == [3]
     assert first["tokens"].flags.writeable
+    assert second["fixed"].tolist() == [3.0, 4.0]
+    assert type(second["missing"]) is np.int64
     assert [first[name] for name in ("missing", "holes", "text")] == [None, [1, None], "a"]
 
 
@@ -238,6 +247,18 @@ def test_a_damaged_shard_is_named(tmp_path: Path, kind: str, damage: Any, senten
     damage(path)
     with pytest.raises(DataError, match=sentence):
         shards(tmp_path / "data", kind)[0]
+
+
+@pytest.mark.parametrize("other", [{"label": ["a"]}, {"label": [1], "more": [2]}])
+def test_files_with_different_columns_are_named(tmp_path: Path, other: dict[str, Any]) -> None:
+    (tmp_path / "data").mkdir()
+    parquet.write_table(pa.table({"label": [0]}), tmp_path / "data" / "0.parquet")
+    parquet.write_table(pa.table(other), tmp_path / "data" / "1.parquet")
+    for _ in range(2):  # the second time from the index
+        with pytest.raises(DataError, match=r"1\.parquet and 0\.parquet have different columns: .*data\.columns"):
+            shards(tmp_path / "data", "parquet")
+    if "more" in other:
+        assert len(shards(tmp_path / "data", "parquet", "columns: [label]")) == 2
 
 
 def test_a_file_that_changes_under_its_index_is_told_with_the_remedy(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_the_same_command_goes_on_after_an_interruption(
     assert np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist() == expected(tokenizer, PAGES[:30])
 
 
+def test_tokens_that_were_deleted_are_written_again(tmp_path: Path, tokenizer: Path) -> None:
+    file = write(tmp_path / "a.txt", PAGES[:1])
+    found = Tokenizer.from_file(str(tokenizer))
+    found.enable_truncation(5)
+    found.enable_padding(length=3000)
+    found.save(str(tokenizer.with_name("other.json")))
+    words = [file, "--tokenizer", tokenizer.with_name("other.json"), "--out", "tokens.bin"]
+    digest = hashlib.sha256(Tokenizer.from_file(str(tokenizer)).to_str().encode()).hexdigest()
+    inputs = [[str(file), file.stat().st_size], digest, "text", 0]
+    (tmp_path / "tokens.bin.partial.json").write_text(json.dumps({"files": inputs, "file": 1, "tokens": 7}))
+    assert run(*words) == 0
+    # The length that the tokenizer was saved with does not apply either.
+    assert np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist() == expected(tokenizer, PAGES[:1])
+
+
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     large = Tokenizer(models.WordLevel({"far": 70_000, "?": 0, END_TEXT: 1}, unk_token="?"))
     large.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -118,6 +134,8 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "x"}\n{"text":\n', [], "line 2 of .* is no JSON"),
         ("a.jsonl", b'{"body": "x"}\n', [], "line 1 of .* has no text; name another key by --column"),
+        ("a.jsonl", b'{"text": 5}\n', [], "text is a int, not a text"),
+        ("a.jsonl", b'{"text": null}\n', [], "there is no text"),
         ("a.parquet", b"PAR1", [], "no whole Parquet file"),
         ("a.txt", b"\xff\xfe\xff", [], "no text in UTF-8"),
         ("a.jsonl", b"\n", [], "there is no text"),

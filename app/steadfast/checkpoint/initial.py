@@ -180,11 +180,18 @@ def _without_prefix(weights: dict[str, Tensor], model: nn.Module) -> dict[str, T
     wanted = model.state_dict().keys()
     if wanted & weights.keys():
         return weights
-    for prefix in {name.partition(".")[0] + "." for name in weights}:
-        inner = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        if wanted & inner.keys():
-            return inner
-    return weights
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        prefix, _, rest = name.partition(".")
+        parts.setdefault(prefix, {})[rest] = tensor
+    fitting = {prefix: len(wanted & part.keys()) for prefix, part in parts.items()}
+    most = max(fitting.values(), default=0)
+    best = [prefix for prefix, count in fitting.items() if count == most]
+    if not most:
+        return weights
+    if len(best) > 1:
+        raise ValueError(f"its parts {', '.join(best)} fit equally well; write the part to use into a file of its own")
+    return parts[best[0]]
 
 
 def _tie(model: nn.Module, weights: dict[str, Tensor]) -> None:

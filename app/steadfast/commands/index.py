@@ -1,6 +1,5 @@
 """`index --config FILE --out FOLDER`: write the samples of a stream into shards of Parquet, once."""
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from typing import Any
@@ -26,6 +25,10 @@ def run(options: Namespace) -> int:
         raise UsageError("--out FOLDER is missing, for example --out shards")
     if options.cluster:
         return run_on_cluster(options)
+    if "://" in options.out:
+        raise UsageError(
+            f"--out {options.out}: must be a folder of this machine; copy the shards to a bucket afterwards"
+        )
     out = runs_root() / options.out
     if out.exists():
         raise UsageError(f"--out {out}: already exists; choose another folder, or delete this one to write it anew")
@@ -52,8 +55,8 @@ def open_stream(config: Config) -> Iterable[Any]:
     seed_host(config.run.seed)
     stream = build_target(config.data, "data")
     if hasattr(stream, "iter_rows"):  # a ray.data.Dataset
-        # Otherwise a resume would skip other samples than those that were written.
-        sys.modules["ray.data"].DataContext.get_current().execution_options.preserve_order = True
+        # Otherwise a resume would find other samples than those that were written.
+        stream.context.execution_options.preserve_order = True
         rows: Iterable[Any] = stream.iter_rows()
         return rows
     if not hasattr(stream, "__iter__"):

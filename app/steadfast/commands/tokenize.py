@@ -1,5 +1,6 @@
 """`tokenize FILE ... --tokenizer NAME --out FILE`: write the tokens of documents into one file."""
 
+import hashlib
 import json
 import os
 import time
@@ -55,6 +56,8 @@ def run(options: Namespace) -> int:
     """Write the file, and print the section of the configuration that reads it."""
     if options.cluster:
         return run_on_cluster(options)
+    if "://" in options.out:
+        raise UsageError(f"--out {options.out}: must be a file of this machine; copy it to a bucket afterwards")
     out = runs_root() / options.out
     if out.exists():
         raise UsageError(f"--out {out}: already exists; choose another file, or delete this one to write it anew")
@@ -83,10 +86,15 @@ def _open_tokenizer(name: str) -> Any:
         path /= "tokenizer.json"
     try:
         if path.exists() or path.suffix == ".json":
-            return tokenizers.Tokenizer.from_file(str(path))
-        return tokenizers.Tokenizer.from_pretrained(name)
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        else:
+            tokenizer = tokenizers.Tokenizer.from_pretrained(name)
     except Exception as error:  # the package raises Exception itself
         raise UsageError(f"--tokenizer {name}: cannot be read: {error}") from error
+    # A document is written whole, whatever length a model takes.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _end_token(tokenizer: Any, wanted: str | None) -> int:
@@ -109,8 +117,9 @@ def _write(options: Namespace, tokenizer: Any, end: int, dtype: str, out: Path) 
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
     inputs = [list(each) for each in zip(options.files, sizes, strict=True)]
     partial, record = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
-    progress = _resumed(record, [*inputs, options.tokenizer, options.column, end])
+    digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     width = np.dtype(dtype).itemsize
+    progress = _resumed(record, [*inputs, digest, options.column, end], partial, width)
     try:
         with partial.open("ab") as file:
             file.truncate(progress.tokens * width)
@@ -139,7 +148,7 @@ def _write(options: Namespace, tokenizer: Any, end: int, dtype: str, out: Path) 
     return progress.tokens
 
 
-def _resumed(record: Path, files: list[Any]) -> _Progress:
+def _resumed(record: Path, files: list[Any], partial: Path, width: int) -> _Progress:
     """Return what an interrupted command has written.
 
     Raises UsageError if that command had other files or options.
@@ -147,6 +156,8 @@ def _resumed(record: Path, files: list[Any]) -> _Progress:
     if not record.exists():
         return _Progress(files)
     progress = _Progress(**json.loads(record.read_text()))
+    if not partial.exists() or partial.stat().st_size < progress.tokens * width:
+        return _Progress(files)  # its tokens have been deleted
     if progress.files != files:
         raise UsageError(f"{record} is of a command with other files or options; delete it to begin anew")
     return progress
@@ -169,8 +180,9 @@ def _documents(path: str, column: str) -> Iterator[tuple[str, int]]:
         with open(path, "rb") as lines:
             for place, line in enumerate(lines):
                 read += len(line)
-                if line.strip():
-                    yield _text(path, place, column, line), read
+                text = _text(path, place, column, line) if line.strip() else None
+                if text is not None:
+                    yield text, read
     elif suffix == ".parquet":
         from pyarrow import parquet
 
@@ -178,14 +190,16 @@ def _documents(path: str, column: str) -> Iterator[tuple[str, int]]:
             file = parquet.ParquetFile(path)
         except Exception as error:
             raise DataError(f"{path} is no whole Parquet file: {error}") from error
-        if column not in file.schema_arrow.names:
-            raise DataError(f"{path} has no column {column}; there are: {', '.join(file.schema_arrow.names)}")
+        columns = {field.name: str(field.type) for field in file.schema_arrow}
+        if not columns.get(column, "").endswith("string"):
+            texts = [name for name, kind in columns.items() if kind.endswith("string")]
+            raise DataError(f"{path} has no column {column} of text; there are: {', '.join(texts) or 'none'}")
         done = 0
         for batch in file.iter_batches(columns=[column]):
             for text in batch.column(0).to_pylist():
                 done += 1
                 if text is not None:
-                    yield str(text), os.path.getsize(path) * done // file.metadata.num_rows
+                    yield text, os.path.getsize(path) * done // file.metadata.num_rows
     else:
         try:
             yield Path(path).read_text(), os.path.getsize(path)
@@ -193,13 +207,16 @@ def _documents(path: str, column: str) -> Iterator[tuple[str, int]]:
             raise DataError(f"{path} is no text in UTF-8: {error}") from error
 
 
-def _text(path: str, place: int, column: str, line: bytes) -> str:
+def _text(path: str, place: int, column: str, line: bytes) -> str | None:
     try:
-        return str(json.loads(line)[column])
+        text = json.loads(line)[column]
     except ValueError as error:
         raise DataError(f"line {place + 1} of {path} is no JSON: {error}") from error
     except (KeyError, TypeError) as error:
         raise DataError(f"line {place + 1} of {path} has no {column}; name another key by --column") from error
+    if not isinstance(text, str | None):
+        raise DataError(f"line {place + 1} of {path}: {column} is a {type(text).__name__}, not a text")
+    return text
 
 
 def _batches(documents: Iterator[tuple[str, int]]) -> Iterator[tuple[Sequence[str], int]]:

@@ -239,15 +239,11 @@ def _refuse(what: str, place: Any) -> NoReturn:
 
 def _in_order(overrides: Sequence[str]) -> list[str]:
     """Return the overrides in an order in which none removes what another one sets."""
-    keys = [override.partition("=")[0] for override in overrides]
 
-    def rank(override: str) -> tuple[int, int]:
+    def rank(override: str) -> tuple[int, bool]:
         key = override.partition("=")[0]
-        # A whole section comes before the keys in it, an outer section before an inner one.
-        if any(other.startswith(f"{key}.") for other in keys):
-            return 0, key.count(".")
-        # A new kind removes the file's keys of the former kind, but must keep the other overrides.
-        return (1 if key.endswith((".kind", ".target")) else 2), 0
+        # A whole section comes before the keys in it. A new kind removes the file's keys of the former kind.
+        return key.count("."), not key.endswith((".kind", ".target"))
 
     return sorted(overrides, key=rank)
 

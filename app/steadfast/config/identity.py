@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from steadfast.config.schema import Config, LoaderConfig
+from steadfast.config.data_sections import LoaderConfig
+from steadfast.config.schema import Config
 
 # Keys that decide where and how a run executes. The keys may change between attempts without a message to the user.
 FREE = ("cluster.", "scaling.", "run.resume", *(f"data.{field}" for field in LoaderConfig.model_fields))

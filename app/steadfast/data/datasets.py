@@ -50,6 +50,8 @@ class Dataset(Protocol):
         units_per_sample: what a sample adds to the loss count; 1 if absent.
         counts_vary: False promises that no target is ever masked, which saves a collective in every step.
         read_batch: a method (ids) -> collated samples, for a dataset without random augmentation.
+        is_augmented: False promises that __getitem__ draws no random numbers, so none are seeded for a sample. Then a
+            method __getitems__ (ids) -> samples is called if there is one.
         without_augmentation: a method () -> the same samples without augmentation, for validation.
         set_epoch: a method (epoch), called before samples of another epoch are read; epochs count from 0, and
             validation reads epoch 0. Not with read_batch.

@@ -228,6 +228,7 @@ class _Microbatches:
         self._key = key
         self._set_epoch: Callable[[int], object] | None = getattr(dataset, "set_epoch", None)
         self._read_batch: Callable[[Int64s], Batch] | None = getattr(dataset, "read_batch", None)
+        self._is_augmented: bool = getattr(dataset, "is_augmented", True)
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, ids and keys
         self._layout: list[Leaf] = []
 
@@ -286,8 +287,11 @@ class _Microbatches:
     def _read(self, start: int, ids: list[int], keys: list[int]) -> Batch:
         """Read samples one by one, from a position on, and make a batch."""
         samples: list[Any] = []
-        for position, (index, key) in enumerate(zip(ids, keys, strict=True), start):
-            samples.append(self._sample(position, index, key))
+        if not self._is_augmented and self._set_epoch is None and hasattr(self._dataset, "__getitems__"):
+            samples = self._dataset.__getitems__(ids)
+        else:
+            for position, (index, key) in enumerate(zip(ids, keys, strict=True), start):
+                samples.append(self._sample(position, index, key))
         if self._collate is not None:
             # `collate` may draw random numbers, for masking for example; they are keyed by the batch's first sample.
             with own_randomness(keys[0]):
@@ -298,6 +302,8 @@ class _Microbatches:
     def _sample(self, position: int, index: int, key: int) -> Any:
         if self._set_epoch is not None:
             self._set_epoch(position // self._stream.epoch_length)
+        if not self._is_augmented:
+            return self._dataset[index]
         with own_randomness(key):
             return self._dataset[index]
 

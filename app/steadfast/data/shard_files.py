@@ -46,11 +46,13 @@ class _Index(NamedTuple):
         places: where each sample begins, and where the last one ends, in bytes; of Parquet only the number of samples.
         blocks: number of the first sample of each block.
         num_samples: number of samples.
+        columns: of Parquet, name and type of each column that is read.
     """
 
     places: Int64s
     blocks: Int64s
     num_samples: int
+    columns: NDArray[np.str_] = np.array([], np.str_)
 
 
 class _Format(Protocol):
@@ -83,12 +85,15 @@ class Shards:
         key: of the section, for messages.
 
     Attributes:
+        is_augmented: as in `Dataset`.
         blocks: id of the first sample of each block.
         digest: identifies the names, sizes and lengths of the shards.
 
     Raises:
         DataError: there are no shards, or one is damaged or empty.
     """
+
+    is_augmented = False
 
     def __init__(self, config: ShardsSource, key: str) -> None:
         self._config = config
@@ -101,10 +106,10 @@ class Shards:
             raise DataError(f"{key}.path: {config.path} is no folder with {suffixes}")
         files, self._folder = arrow_filesystem(store)
         self._files = files or fs.LocalFileSystem()
-        # Samples of a block are next to each other unless single samples are shuffled.
-        self._reads_blocks = getattr(config, "order", "blocks") != "shuffled" or config.kind == "parquet"
+        # In other orders the next sample is rarely of the same block. Of Parquet only row groups can be read.
+        self._reads_blocks = getattr(config, "order", "blocks") in ("blocks", "sequential") or config.kind == "parquet"
         self._open: OrderedDict[int, Any] = OrderedDict()
-        self._blocks: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._blocks: OrderedDict[int, Any] = OrderedDict()
         self._indices = self._read_indices()
         counts = [index.num_samples for index in self._indices]
         self._starts = np.cumsum([0, *counts])
@@ -117,50 +122,53 @@ class Shards:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int, /) -> Any:
-        shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-        number = int(index - self._starts[shard])
-        name = self._names[shard]
+        [sample] = self.__getitems__([index])
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples. A DataLoader calls this method too."""
+        shards = np.searchsorted(self._starts, indices, side="right") - 1
+        blocks = np.searchsorted(self.blocks, indices, side="right") - 1
+        return list(map(self._sample, indices, shards.tolist(), blocks.tolist()))
+
+    def _sample(self, index: int, shard: int, block: int) -> Any:
+        first = int(self.blocks[block])
+        what = f"sample {index - int(self._starts[shard])} of {self._names[shard]}"
         try:
-            if not self._reads_blocks:
-                return self._format.sample(self._read(shard, number, number + 1), 0, f"sample {number} of {name}")
-            first, stop = self._bounds(shard, number)
-            block = self._block(shard, first, stop)
-            return self._format.sample(block, number - first, f"sample {number} of {name}")
+            if self._reads_blocks:
+                return self._format.sample(self._block(shard, block), index - first, what)
+            return self._format.sample(self._read(shard, index, index + 1), 0, what)
         except DataError:
             raise
         except Exception as error:
             raise DataError(
-                f"{self._key}: sample {number} of {name} cannot be read ({error}); the file may have changed since its "
-                f"index was made: delete {_folder_of_indices()} and give the command again"
+                f"{self._key}: {what} cannot be read ({error}); the file may have changed since its index was made: "
+                f"delete {_folder_of_indices()} and give the command again"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         # Loader processes open the files again.
         return {**self.__dict__, "_open": OrderedDict(), "_blocks": OrderedDict()}
 
-    def _bounds(self, shard: int, number: int) -> tuple[int, int]:
-        """Return the first sample of a sample's block, and the first one after the block."""
-        index = self._indices[shard]
-        block = int(np.searchsorted(index.blocks, number, side="right"))
-        stop = index.blocks[block] if block < len(index.blocks) else index.num_samples
-        return int(index.blocks[block - 1]), int(stop)
-
-    def _block(self, shard: int, first: int, stop: int) -> Any:
-        if (shard, first) not in self._blocks:
-            self._blocks[shard, first] = self._read(shard, first, stop)
+    def _block(self, shard: int, block: int) -> Any:
+        if block not in self._blocks:
+            stop = self.blocks[block + 1] if block + 1 < len(self.blocks) else len(self)
+            self._blocks[block] = self._read(shard, int(self.blocks[block]), int(stop))
             # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
             if len(self._blocks) > WINDOW_BLOCKS:
                 self._blocks.popitem(last=False)
-        self._blocks.move_to_end((shard, first))
-        return self._blocks[shard, first]
+        self._blocks.move_to_end(block)
+        return self._blocks[block]
 
     def _read(self, shard: int, first: int, stop: int) -> Any:
+        """Read the samples from the one with index `first` to before `stop`."""
         if shard not in self._open:
             self._open[shard] = self._format.open(self._file(self._names[shard]))
             if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)[1].close()
+                self._open.popitem(last=False)  # closed with its last reference
         self._open.move_to_end(shard)
-        return self._format.read(self._open[shard], self._indices[shard], first, stop)
+        start = int(self._starts[shard])
+        return self._format.read(self._open[shard], self._indices[shard], first - start, stop - start)
 
     def _file(self, name: str) -> Any:
         return self._files.open_input_file(f"{self._folder}/{name}")
@@ -177,6 +185,12 @@ class Shards:
             if not index.num_samples:
                 raise DataError(f"{self._key}: {name} has no samples; delete the file")
             found.append(index)
+            if index.columns.tolist() != found[0].columns.tolist():
+                differing = ", ".join(sorted({*index.columns.tolist()} ^ {*found[0].columns.tolist()}))
+                raise DataError(
+                    f"{self._key}: {name} and {self._names[0]} have different columns: {differing or 'their order'}. "
+                    f"Name those to read, which all files have, as {self._key}.columns"
+                )
             if time.monotonic() - told_s > _PROGRESS_S:
                 told_s = time.monotonic()
                 print(f"indexing {self._config.path}: {number + 1} of {len(self._names)} shards", flush=True)
@@ -186,7 +200,7 @@ class Shards:
         place = _folder_of_indices() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
         if place.exists():
             with np.load(place) as stored:
-                return _Index(stored["places"], stored["blocks"], int(stored["num_samples"]))
+                return _Index(stored["places"], stored["blocks"], int(stored["num_samples"]), stored["columns"])
         with self._file(name) as file:
             index = self._format.index(file, name)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -213,19 +227,21 @@ class _Parquet:
             metadata = parquet.ParquetFile(file).metadata
         except Exception as error:
             raise DataError(f"{self._key}: {name} is no whole Parquet file: {error}") from error
-        names = metadata.schema.to_arrow_schema().names
+        schema = metadata.schema.to_arrow_schema()
+        names = schema.names
         missing = sorted({*(self._columns or ())} - {*names})
         if missing:
             raise DataError(f"{self._key}.columns: {name} has no {', '.join(missing)}; there are: {', '.join(names)}")
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         starts = np.cumsum([0, *rows])
-        return _Index(np.array([metadata.num_rows]), starts[:-1], metadata.num_rows)
+        columns = np.array([f"{name} {schema.field(name).type}" for name in self._columns or names], np.str_)
+        return _Index(np.array([metadata.num_rows]), starts[:-1], metadata.num_rows, columns)
 
     def open(self, file: Any) -> Any:
         return parquet.ParquetFile(file)
 
     def read(self, opened: Any, index: _Index, first: int, stop: int) -> Any:
-        group = int(np.searchsorted(index.blocks, first))
+        group = int(np.searchsorted(index.blocks, first, side="right")) - 1  # some row groups are empty
         table = opened.read_row_group(group, columns=self._columns)
         columns = {name: _values(table.column(name)) for name in table.column_names}
         are_tuples = TUPLES in (table.schema.metadata or {})
@@ -264,18 +280,27 @@ def _values(column: ChunkedArray) -> Any:
         return array.to_pylist()
     if isinstance(array.type, FixedShapeTensorType):
         return _Arrays(array.to_numpy_ndarray())
-    if array.null_count:
-        return array.to_pylist()
     if _is_number(array.type):
-        return array.to_numpy(zero_copy_only=False)
-    is_list = types.is_list(array.type) or types.is_large_list(array.type)
-    if is_list and _is_number(array.type.value_type) and not array.values.null_count:
-        return _Lists(array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy().astype(np.int64))
-    return array.to_pylist()
+        if not array.null_count:
+            return array.to_numpy(zero_copy_only=False)
+        of_type = array.type.to_pandas_dtype()
+        return [None if value is None else of_type(value) for value in array.to_pylist()]
+    if array.null_count or not _is_list(array.type):
+        return array.to_pylist()
+    numbers = array.values
+    if not _is_number(numbers.type) or numbers.null_count:
+        return array.to_pylist()
+    if types.is_fixed_size_list(array.type):
+        return _Arrays(numbers.to_numpy(zero_copy_only=False).reshape(len(array), -1))
+    return _Lists(numbers.to_numpy(zero_copy_only=False), array.offsets.to_numpy().astype(np.int64))
 
 
 def _is_number(kind: Any) -> bool:
-    return bool(types.is_integer(kind) or types.is_floating(kind))
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 class _JsonLines:

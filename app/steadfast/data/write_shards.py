@@ -22,7 +22,7 @@ _GROUP_ROWS = 1000
 _GROUP_BYTES = 2**22
 _GROUPS_PER_SHARD = 64
 _PROGRESS_S = 5.0
-_FIRST = b"steadfast.first"  # metadata of a shard: sha256 of its first sample
+_DIGEST = b"steadfast.digest"  # metadata of a shard: sha256 of its samples
 
 
 def write_shards(stream: Iterable[Any], folder: Path) -> int:
@@ -31,72 +31,105 @@ def write_shards(stream: Iterable[Any], folder: Path) -> int:
     Shards that are already in the folder are kept, and their samples skipped.
 
     Raises:
-        DataError: a sample cannot be stored, or the stream begins with other samples than the shards.
+        DataError: a sample cannot be stored, or the stream gives other samples than those of the shards.
         StorageError: the folder cannot be written.
     """
     samples = iter(stream)
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    done = _skip_written(samples, folder)
-    shards = len(list(folder.glob("*.parquet")))
-    for shard in itertools.count(shards):
-        count = _write_shard(samples, folder / f"{shard:06d}.parquet", done)
-        if not count:
+    writer = _Writer()
+    written = sorted(folder.glob("*.parquet"))
+    for path in written:
+        writer.check(path, samples)
+    for number in itertools.count(len(written)):
+        if not writer.write(folder / f"{number:06d}.parquet", samples):
             break
-        done += count
-    if not done:
+    if not writer.count:
         shutil.rmtree(folder)
         raise DataError("the stream has no samples")
-    return done
+    return writer.count
 
 
-def _skip_written(samples: Iterator[Any], folder: Path) -> int:
-    """Skip the samples of shards that were written before. Return their number."""
-    done = 0
-    for path in sorted(folder.glob("*.parquet")):
-        found = parquet.read_metadata(path)
-        first = next(samples, None)
+class _Writer:
+    """Writes shards that all have the columns of the first one.
+
+    Attributes:
+        count: number of samples that are written or checked.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._schema: pa.Schema | None = None
+
+    def check(self, path: Path, samples: Iterator[Any]) -> None:
+        """Skip the samples of a shard that was written before. Raises DataError if they are others."""
+        found = parquet.ParquetFile(path)
+        self._schema = self._schema or found.schema_arrow.remove_metadata()
+        digest = hashlib.sha256()
+        for group in _groups(itertools.islice(samples, found.metadata.num_rows)):
+            digest.update(_content(self._table(group)))
         # A shuffle without a seed would write some samples twice and others never.
-        if first is None or _digest(first) != found.metadata[_FIRST]:
+        if digest.hexdigest().encode() != found.metadata.metadata[_DIGEST]:
             raise DataError(
-                f"sample {done} of the stream is another one than when {path} was written. Delete {folder}, and let "
-                "the stream give the same samples in the same order each time"
+                f"the samples from number {self.count} on are others than when {path} was written. Delete "
+                f"{path.parent}, and let the stream give the same samples in the same order each time"
             )
-        for _ in itertools.islice(samples, found.num_rows - 1):
-            pass
-        done += found.num_rows
-        print(f"{path.name} is already written: {done:,} samples", flush=True)
-    return done
+        self.count += found.metadata.num_rows
+        print(f"{path.name} is already written: {self.count:,} samples", flush=True)
 
-
-def _write_shard(samples: Iterator[Any], path: Path, done: int) -> int:
-    """Write one shard, and return its number of samples, 0 at the end of the stream."""
-    temporary = path.with_suffix(".unfinished")
-    writer = None
-    count = 0
-    began_s = told_s = time.monotonic()
-    try:
-        for group in itertools.islice(_groups(samples), _GROUPS_PER_SHARD):
-            table = _table(group)
+    def write(self, path: Path, samples: Iterator[Any]) -> int:
+        """Write one shard, and return its number of samples, 0 at the end of the stream."""
+        before = self.count
+        temporary = path.with_suffix(".unfinished")
+        digest = hashlib.sha256()
+        began_s = told_s = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            file: parquet.ParquetWriter | None = None
+            for group in itertools.islice(_groups(samples), _GROUPS_PER_SHARD):
+                table = self._table(group)
+                digest.update(_content(table))
+                with _writing(path):
+                    if file is None:
+                        mark = {TUPLES: b""} if isinstance(group[0], tuple) else None
+                        file = stack.enter_context(parquet.ParquetWriter(temporary, table.schema.with_metadata(mark)))
+                    file.write_table(table)
+                self.count += table.num_rows
+                if time.monotonic() - told_s > _PROGRESS_S:
+                    told_s = time.monotonic()
+                    rate = (self.count - before) / (told_s - began_s)
+                    print(f"{path.name}: {self.count:,} samples, {rate:,.0f} in a second", flush=True)
+            if file is None:
+                return 0
+            file.add_key_value_metadata({_DIGEST: digest.hexdigest()})
             with _writing(path):
-                if writer is None:
-                    metadata = {_FIRST: _digest(group[0])}
-                    if isinstance(group[0], tuple):
-                        metadata[TUPLES] = b""
-                    writer = parquet.ParquetWriter(temporary, table.schema.with_metadata(metadata))
-                writer.write_table(_like(table, writer.schema))
-            count += table.num_rows
-            if time.monotonic() - told_s > _PROGRESS_S:
-                told_s = time.monotonic()
-                rate = count / (told_s - began_s)
-                print(f"{path.name}: {done + count:,} samples, {rate:,.0f} in a second", flush=True)
-    finally:
-        if writer is not None:
-            writer.close()
-    if count:
-        with _writing(path):
-            temporary.rename(path)
-    return count
+                file.close()
+                temporary.rename(path)
+        return self.count - before
+
+    def _table(self, samples: Sequence[Any]) -> pa.Table:
+        """Return samples as a table with the columns of the first shard. Raises DataError."""
+        rows = list(map(_named, samples))
+        names = self._schema.names if self._schema is not None else list(rows[0])
+        for row in rows:
+            if list(row) != names:
+                raise DataError(f"a sample has the values {', '.join(row)}, and the first one {', '.join(names)}")
+        columns = {}
+        for name in names:
+            try:
+                columns[name] = _column([row[name] for row in rows])
+                if self._schema is not None:
+                    columns[name] = columns[name].cast(self._schema.field(name).type)
+                elif columns[name].type == pa.null():
+                    raise ValueError(f"it is None in the first {len(rows)} samples")
+            except (pa.ArrowException, TypeError, ValueError) as error:
+                raise DataError(
+                    f"{name} of a sample cannot be stored: {error}. A value is a number, a text, bytes, or an array or "
+                    "tensor, of one type in all samples; an array of several dimensions has one shape, and is not of "
+                    "bool"
+                ) from error
+        table = pa.table(columns)
+        self._schema = self._schema or table.schema
+        return table
 
 
 @contextlib.contextmanager
@@ -131,45 +164,20 @@ def _named(sample: Any) -> Mapping[str, Any]:
     raise DataError(f"the stream gives a {type(sample).__name__}; index takes mappings and tuples of values")
 
 
-def _table(samples: Sequence[Any]) -> pa.Table:
-    rows = list(map(_named, samples))
-    columns = {}
-    for name in rows[0]:
-        try:
-            columns[name] = _column([row[name] for row in rows])
-        except (pa.ArrowException, TypeError, ValueError, KeyError) as error:
-            raise _unfit(name, error) from error
-    return pa.table(columns)
-
-
 def _column(values: Sequence[Any]) -> Any:
     plain = [value.numpy() if isinstance(value, torch.Tensor) else value for value in values]
     if all(isinstance(value, np.ndarray | np.generic) for value in plain):
         if plain[0].ndim == 0:
             return pa.array(np.stack(plain))
         if plain[0].ndim > 1:
-            return pa.FixedShapeTensorArray.from_numpy_ndarray(np.stack(plain))
+            stacked = np.stack(plain)
+            if stacked.dtype == np.bool_:
+                raise TypeError("an array of bool has several dimensions; make it uint8")
+            return pa.FixedShapeTensorArray.from_numpy_ndarray(stacked)
     return pa.array(plain)
 
 
-def _like(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return a table with the types of the shard's first row group."""
-    try:
-        return table.cast(schema)
-    except (pa.ArrowException, ValueError) as error:
-        raise _unfit(", ".join(table.column_names), error) from error
-
-
-def _unfit(name: str, error: Exception) -> DataError:
-    return DataError(
-        f"{name} of a sample cannot be stored: {error}. All samples have the same names, with numbers, text, bytes, "
-        "and arrays or tensors of one type; an array of several dimensions has the same shape in all samples"
-    )
-
-
-def _digest(sample: Any) -> bytes:
-    table = _table([sample])
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return hashlib.sha256(sink.getvalue()).hexdigest().encode()
+def _content(table: pa.Table) -> bytes:
+    """Return bytes that are equal for equal samples. They are without the schema, which Parquet changes a little."""
+    [batch] = table.combine_chunks().to_batches()
+    return bytes(batch.serialize())

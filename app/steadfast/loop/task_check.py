@@ -28,7 +28,6 @@ from steadfast.world.control import gather_numbers
 from steadfast.world.runtime import World
 
 _NUM_ROWS = 4  # samples in a forward
-_NUM_WINDOWS = 64  # among which windows with several documents are searched
 _NUM_SEEDS = 6  # for a random loss: in one draw of six, mixup's permutation exchanges no rows between the halves
 # Difference that rounding can explain, as a share of the compared losses.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -135,23 +134,23 @@ class _Trial:
 
     def compare_documents(self) -> None:
         """Check that a document does not change the loss of the next one in its window."""
-        inputs, targets = self._loader.example(min(_NUM_WINDOWS, self._num_train))
-        documents = (inputs["position_ids"] == 0).cumsum(1)
-        rows = torch.nonzero(documents[:, -1] > 1)[: self._num_rows, 0]
-        if not len(rows):
-            return
-        tokens, is_first = inputs["input_ids"][rows], documents[rows] == 1
-        later = targets[rows].masked_fill(is_first, IGNORED)
+        inputs, targets = self._loader.example(self._num_rows)
+        tokens = inputs["input_ids"]
+        # Each window as two documents, whatever documents it has.
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        middle = tokens.shape[1] // 2
+        is_first = places < middle
+        positions = torch.where(is_first, places, places - middle)
+        later = targets.masked_fill(is_first, IGNORED)
         losses: list[Sums] = []
-        # Some other tokens that occur, so that the model has them.
-        for replaced in (tokens, torch.where(is_first, tokens.max() + tokens.min() - tokens, tokens)):
-            named = {"input_ids": replaced, "position_ids": inputs["position_ids"][rows]}
-            losses.append(self._loss((named, later), seed=0))
+        # The second time the first documents have tokens of other windows, or of other places.
+        for replaced in (tokens, torch.where(is_first, tokens.flip(0).roll(1, 1), tokens)):
+            losses.append(self._loss(({"input_ids": replaced, "position_ids": positions}, later), seed=0))
         if not self._is_equal(losses[:1], losses[1:]):
             raise UsageError(
-                "data.end_token: the loss of a document follows from the document before it, so the model does not "
-                "keep documents apart by position_ids. Models of Hugging Face do so with attn_implementation=sdpa. Use "
-                "such a model, or set data.end_token=null"
+                "data.end_token: the loss of a document depends on the document before it, so the model does not keep "
+                "documents apart by position_ids. Models of Hugging Face do so with attn_implementation=sdpa. Use such "
+                "a model, or set data.end_token=null"
             )
 
     def _losses_of(self, parts: Sequence[Batch]) -> list[Sums]:
