@@ -14,8 +14,8 @@ from steadfast.config.schema import Config
 _HEAD = """\
 # Reference
 
-Written by `make docs` from the sections in `app/steadfast/config`; change those, not this file. `steadfast config [SECTION
-...]` prints the same as YAML that can be edited.
+Written by `make docs` from the sections in `app/steadfast/config`; change those, not this file. The command
+`steadfast config [SECTION ...]` prints the same as YAML that can be edited.
 
 Each part is a section of the file, or one key. Where it has several kinds, `kind` chooses one; `target` is a piece
 of your own code in its place. A key whose default is `...` must be given. A *period* is a count and a unit: `200
