@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from steadfast.cli import main
+from steadfast.config import parse_config
+from steadfast.data import Extent, build_dataset, build_order
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
+from steadfast.storage import open_store
 from tests.support.claims import check_run
 from tests.support.drill import drill
 from tests.support.reference import reference
 from tests.support.s3 import FaultKind, Proxy
 from tests.support.small import small
+from tests.unit.test_shard_files import KINDS, write_shards
 
 
 def impatient() -> None:
@@ -81,3 +86,27 @@ def test_a_damaged_object_is_not_resumed_from(proxy: Proxy) -> None:
     assert run.told("restore", "step") == [4]
     assert [name in error for error in run.told("checkpoint_quarantined", "error")] == [True]
     assert store.list("checkpoints")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_in_a_bucket_are_those_of_the_disk(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("steadfast.data.shard_files.runs_root", lambda: tmp_path)
+    write_shards(tmp_path / "data", kind)
+    uri = proxy.uri(f"shards-{kind}")
+    store = open_store(uri)
+    for path in (tmp_path / "data").iterdir():
+        store.commit(path.name, path.read_bytes())
+    on_disk, in_bucket = (
+        build_dataset(parse_config(f"data: {{kind: {kind}, path: '{place}'}}").data)
+        for place in (tmp_path / "data", uri)
+    )
+    order = build_order(parse_config("data: {kind: text, order: blocks}").data, Extent.of(in_bucket), 1)
+    ids = order.train(np.arange(200)).tolist()
+    before = proxy.num_requests
+    proxy.fault("drop", 1, "GET")
+    found = [repr(in_bucket[index]) for index in ids]
+    assert found == [repr(on_disk[index]) for index in ids]
+    # A block is read by one request, or a few, and not one for each sample.
+    assert proxy.num_requests - before < len(ids)

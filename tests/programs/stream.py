@@ -27,5 +27,5 @@ PROGRAM = Program(
     __name__,
     "`IterableDataset`",
     refused=dict.fromkeys(BOTH, "a Stream, an IterableDataset: after a failure nothing records which"),
-    advice="a map-style dataset",
+    advice="`steadfast index`, or a map-style dataset",
 )
