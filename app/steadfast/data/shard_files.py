@@ -11,7 +11,7 @@ import tarfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from pyarrow import Array, ChunkedArray, FixedShapeTensorType, fs, parquet, types
 
+from steadfast.backoff import delays
 from steadfast.config import ShardsSource
 from steadfast.data.extras import import_extra
 from steadfast.data.order import WINDOW_BLOCKS
@@ -33,6 +34,7 @@ _SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "webdatas
 # Largest block, where the files have no blocks of their own.
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 2**22
+_REPETITIONS = 6
 _OPEN_FILES = 64  # a process may have about a thousand files open
 _PROGRESS_S = 5.0
 _IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -105,6 +107,7 @@ class Shards:
             suffixes = " or ".join(f"*{suffix}" for suffix in _SUFFIXES[config.kind])
             raise DataError(f"{key}.path: {config.path} is no folder with {suffixes}")
         files, self._folder = arrow_filesystem(store)
+        self._is_local = files is None
         self._files = files or fs.LocalFileSystem()
         # In other orders the next sample is rarely of the same block. Of Parquet only row groups can be read.
         self._reads_blocks = getattr(config, "order", "blocks") in ("blocks", "sequential") or config.kind == "parquet"
@@ -161,7 +164,23 @@ class Shards:
         return self._blocks[block]
 
     def _read(self, shard: int, first: int, stop: int) -> Any:
-        """Read the samples from the one with index `first` to before `stop`."""
+        """Read the samples from the one with index `first` to before `stop`.
+
+        A read from a bucket is repeated for some seconds, because a network fails now and then.
+        """
+        for delay_s in islice(delays(0.2, 5.0, jitter=0.5), _REPETITIONS):
+            try:
+                return self._read_once(shard, first, stop)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                if self._is_local:
+                    raise
+                self._open.pop(shard, None)
+                time.sleep(delay_s)
+        return self._read_once(shard, first, stop)
+
+    def _read_once(self, shard: int, first: int, stop: int) -> Any:
         if shard not in self._open:
             self._open[shard] = self._format.open(self._file(self._names[shard]))
             if len(self._open) > _OPEN_FILES:
