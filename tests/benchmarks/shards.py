@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import io
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import torch
 from pyarrow import fs, parquet
@@ -105,22 +105,23 @@ def by_the_loader(folder: str, kind: str) -> Iterator[int]:
     dataset = build_dataset(data)
     order = build_order(data, Extent.of(dataset), 1)
     loader = Loader(dataset, order, data, torch.device("cpu"))
-    batches = (Microbatch(1, 0, start, BATCH, 1) for start in range(0, order.num_train - BATCH, BATCH))
+    batches = (Microbatch(1, 0, start, start + BATCH, 1) for start in range(0, order.num_train - BATCH, BATCH))
     for fetched in loader.steps(batches):
         yield fetched.batch.nbytes
 
 
 def measure(read: Callable[[], Iterator[int]]) -> str:
-    """Return the seconds to the first batch, MB per second after it, and the peak of memory in MB."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Return the seconds to the first batch, MB per second after it, and the memory in MB that reading has taken."""
+    process = psutil.Process()
+    before = process.memory_info().rss
     began_s = time.perf_counter()
     batches = read()
     next(batches)
     first_s = time.perf_counter() - began_s
     size = sum(batches)
     seconds = time.perf_counter() - began_s - first_s
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return f"{first_s:.2f} {size / seconds / 1e6:.0f} {peak / 1e3:.0f}"
+    taken = process.memory_info().rss - before
+    return f"{first_s:.2f} {size / seconds / 1e6:.0f} {taken / 1e6:.0f}"
 
 
 def in_another_process(side: str, kind: str, folder: str) -> list[float]:
@@ -139,7 +140,7 @@ def compare(kind: str, folder: str, pairs: int) -> list[str]:
         for side in sorted(sides, reverse=bool(number % 2)):
             sides[side].append(in_another_process(side, kind, folder))
     rates = {side: [turn[1] for turn in turns] for side, turns in sides.items()}
-    first_s, _, peak = np.median(sides["loader"], axis=0)
+    first_s, _, taken = np.median(sides["loader"], axis=0)
     return [
         kind,
         f"{median(rates['plain']):.0f}",
@@ -147,7 +148,7 @@ def compare(kind: str, folder: str, pairs: int) -> list[str]:
         str(paired_ratio(rates["loader"], rates["plain"])),
         f"{with_index[0]:.2f}",
         f"{first_s:.2f}",
-        f"{peak:.0f}",
+        f"{taken:.0f}",
     ]
 
 
@@ -171,7 +172,15 @@ def main() -> None:
     if options.side:
         print(measure(read_as(options.side, options.kind, options.folder)))
         return
-    head = ["kind", "plain MB/s", "loader MB/s", "ratio", "first batch with the index, s", "first batch, s", "peak MB"]
+    head = [
+        "kind",
+        "plain MB/s",
+        "loader MB/s",
+        "ratio",
+        "first batch with the index, s",
+        "first batch, s",
+        "memory MB",
+    ]
     rows = [head]
     with tempfile.TemporaryDirectory(prefix="shards-", dir=".") as name, contextlib.ExitStack() as stack:
         local = Path(name).resolve()
