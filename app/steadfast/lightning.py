@@ -62,7 +62,7 @@ def fit_module(
     if not isinstance(config, Config):
         config = load_config(os.fspath(config))
     _refuse_unlike(config, module)
-    with _logging(module, 1):
+    with _without_trainer(module, 1):
         module.prepare_data()
         module.setup("fit")
         optimizer, scheduler, per_epoch, frequency = _configured(module)
@@ -105,7 +105,7 @@ class ModuleTask:
         if not model.training and not torch.is_grad_enabled() and _overrides(model, "validation_step"):
             name = "validation_step"
         step = getattr(model, name)
-        with _logging(model, size) as logged:
+        with _without_trainer(model, size) as logged:
             # The number of a batch is optional in Lightning.
             found = step(batch, _NoNumber()) if len(inspect.signature(step).parameters) > 1 else step(batch)
         if isinstance(found, dict):
@@ -149,8 +149,8 @@ class _NoNumber:
 
 
 @contextmanager
-def _logging(module: nn.Module, size: int) -> Iterator[dict[str, tuple[Tensor, int]]]:
-    """Yield what the module logs in a step: by name its value and the number of samples."""
+def _without_trainer(module: nn.Module, size: int) -> Iterator[dict[str, tuple[Tensor, int]]]:
+    """Stand in for the trainer. Yield what the module logs: by name, a value and the number of samples."""
     logged: dict[str, tuple[Tensor, int]] = {}
 
     def log(name: str, value: Any, *_: Any, batch_size: int | None = None, **__: Any) -> None:

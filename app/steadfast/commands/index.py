@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Write the shards, and print the section of the configuration that reads them."""
+    """Write the shards, and print the section `data` for the configuration."""
     from steadfast.data.write_shards import write_shards
 
     config = read_config(options)

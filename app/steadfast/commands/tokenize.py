@@ -18,14 +18,14 @@ from steadfast.units import duration, printable, size
 
 _BATCH_CHARACTERS = 2**20  # documents of so many characters are encoded at a time
 _PROGRESS_S = 5.0
-_LARGEST_UINT16 = 2**16
+_NUM_UINT16 = 2**16  # numbers of two bytes
 # Names that tokenizers commonly give to the end of a text.
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 @dataclass
 class _Progress:
-    """What has been written.
+    """Progress of the command, which a record beside the output keeps.
 
     Attributes:
         files: paths and sizes of the inputs, and the options that change the tokens.
@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Write the file, and print the section of the configuration that reads it."""
+    """Write the file of tokens, and print the section `data` for the configuration."""
     if options.cluster:
         return run_on_cluster(options)
     if "://" in options.out:
@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
     end = _end_token(tokenizer, options.end_token)
     # The vocabulary may have gaps, so its size is no bound.
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
-    dtype = "uint16" if largest < _LARGEST_UINT16 else "uint32"
+    dtype = "uint16" if largest < _NUM_UINT16 else "uint32"
     count = _write(options, tokenizer, end, dtype, out)
     section = f"{{kind: tokens, path: {options.out}, dtype: {dtype}, end_token: {end}}}"
     print(
@@ -108,7 +108,7 @@ def _end_token(tokenizer: Any, wanted: str | None) -> int:
 
 
 def _write(options: Namespace, tokenizer: Any, end: int, dtype: str, out: Path) -> int:
-    """Write all tokens, or the rest of them after an interruption. Return their number."""
+    """Write all tokens, after an interruption only the rest. Return the number of all tokens."""
     import numpy as np
 
     try:
@@ -202,7 +202,7 @@ def _documents(path: str, column: str) -> Iterator[tuple[str, int]]:
                     yield text, os.path.getsize(path) * done // file.metadata.num_rows
     else:
         try:
-            yield Path(path).read_text(), os.path.getsize(path)
+            yield Path(path).read_text("utf-8"), os.path.getsize(path)
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is no text in UTF-8: {error}") from error
 

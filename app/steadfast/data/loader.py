@@ -229,6 +229,9 @@ class _Microbatches:
         self._set_epoch: Callable[[int], object] | None = getattr(dataset, "set_epoch", None)
         self._read_batch: Callable[[Int64s], Batch] | None = getattr(dataset, "read_batch", None)
         self._is_augmented: bool = getattr(dataset, "is_augmented", True)
+        self._read_samples: Callable[[list[int]], list[Any]] | None = None
+        if not self._is_augmented and self._set_epoch is None:
+            self._read_samples = getattr(dataset, "__getitems__", None)
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, ids and keys
         self._layout: list[Leaf] = []
 
@@ -285,10 +288,10 @@ class _Microbatches:
         return ids[wanted], keys[wanted]
 
     def _read(self, start: int, ids: list[int], keys: list[int]) -> Batch:
-        """Read samples one by one, from a position on, and make a batch."""
+        """Read samples, from a position on, and make a batch."""
         samples: list[Any] = []
-        if not self._is_augmented and self._set_epoch is None and hasattr(self._dataset, "__getitems__"):
-            samples = self._dataset.__getitems__(ids)
+        if self._read_samples is not None:
+            samples = self._read_samples(ids)
         else:
             for position, (index, key) in enumerate(zip(ids, keys, strict=True), start):
                 samples.append(self._sample(position, index, key))

@@ -62,7 +62,7 @@ class _Writer:
         self._schema: pa.Schema | None = None
 
     def check(self, path: Path, samples: Iterator[Any]) -> None:
-        """Skip the samples of a shard that was written before. Raises DataError if they are others."""
+        """Skip the samples of a shard that was written before. Raises DataError if the stream gives other samples."""
         found = parquet.ParquetFile(path)
         self._schema = self._schema or found.schema_arrow.remove_metadata()
         digest = hashlib.sha256()
@@ -134,7 +134,7 @@ class _Writer:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into StorageError; errors of the stream stay as they are."""
+    """Turn errors of the file system into StorageError."""
     try:
         yield
     except OSError as error:
@@ -156,7 +156,7 @@ def _groups(samples: Iterator[Any]) -> Iterator[list[Any]]:
 
 
 def _named(sample: Any) -> Mapping[str, Any]:
-    """Return the values of a sample by name; those of a tuple by number."""
+    """Return the values of a sample by name. The names of a tuple's values are numbers."""
     if isinstance(sample, Mapping):
         return sample
     if isinstance(sample, tuple):
@@ -178,6 +178,7 @@ def _column(values: Sequence[Any]) -> Any:
 
 
 def _content(table: pa.Table) -> bytes:
-    """Return bytes that are equal for equal samples. They are without the schema, which Parquet changes a little."""
+    """Return bytes that are equal for equal samples."""
+    # The schema is left out, because Parquet changes names in it.
     [batch] = table.combine_chunks().to_batches()
     return bytes(batch.serialize())

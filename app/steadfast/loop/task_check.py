@@ -134,7 +134,10 @@ class _Trial:
 
     def compare_documents(self) -> None:
         """Check that a document does not change the loss of the next one in its window."""
-        inputs, targets = self._loader.example(self._num_rows)
+        batch = self._loader.example(self._num_rows)
+        if not (isinstance(batch, tuple | list) and isinstance(batch[0], dict) and "position_ids" in batch[0]):
+            return  # a mixture, whose data.collate makes batches of its own
+        inputs, targets = batch
         tokens = inputs["input_ids"]
         # Each window as two documents, whatever documents it has.
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

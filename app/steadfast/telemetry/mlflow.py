@@ -18,7 +18,9 @@ from steadfast.telemetry.media import Pixels
 
 _FOLDER = "mlflow"
 _ID = f"{_FOLDER}/run.json"
-_PARAM_CHARACTERS = 6000  # MLflow's limit
+# MLflow's limits.
+_PARAM_CHARACTERS = 6000
+_PARAMS_OF_A_CALL = 100
 
 # Held while the run is open in this process, so that an attempt continues after the last figures of the one before.
 _open_here = threading.Lock()
@@ -73,7 +75,8 @@ class MlflowTracker:
         self._run = self._client.create_run(experiment_id, run_name=name).info.run_id
         write_json(store, _ID, {"id": self._run})
         params = [self._entities.Param(key, value) for key, value in _flat(document)]
-        self._client.log_batch(self._run, params=params)
+        for start in range(0, len(params), _PARAMS_OF_A_CALL):
+            self._client.log_batch(self._run, params=params[start : start + _PARAMS_OF_A_CALL])
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         now_ms = int(time.time() * 1000)
