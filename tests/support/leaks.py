@@ -21,7 +21,7 @@ LIFELONG_THREADS = {
 LIFELONG_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
 # Variables that libraries, or worlds for gloo, set when they are first used, and keep on purpose.
-LIBRARIES_VARIABLES = ("PYTEST_", "KMP_", "RAY_", "PYTHONBREAKPOINT", "PYTORCH_NVML", "TORCH", "TF_", "XLA_", "GLOO_ENABLE_")
+LIBRARIES_VARIABLES = ("PYTEST_", "KMP_", "RAY_", "PYTHONBREAKPOINT", "PYTORCH", "TORCH", "TF_", "XLA_", "GLOO_ENABLE_")
 
 
 @contextmanager
