@@ -10,6 +10,7 @@ import pytest
 from steadfast.cli import main
 from steadfast.config import parse_config
 from steadfast.data import Extent, build_dataset, build_order
+from steadfast.errors import DataError
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import open_store
@@ -17,8 +18,8 @@ from tests.support.claims import check_run
 from tests.support.drill import drill
 from tests.support.reference import reference
 from tests.support.s3 import FaultKind, Proxy
+from tests.support.shards import KINDS, write_shards
 from tests.support.small import small
-from tests.unit.test_shard_files import KINDS, write_shards
 
 
 def impatient() -> None:
@@ -110,3 +111,21 @@ def test_shards_in_a_bucket_are_those_of_the_disk(
     assert found == [repr(on_disk[index]) for index in ids]
     # A block is read by one request, or a few, and not one for each sample.
     assert proxy.num_requests - before < len(ids)
+
+
+def test_a_bucket_out_of_reach_is_told_as_such(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadfast.data.shard_files.runs_root", lambda: tmp_path)
+    monkeypatch.setattr("steadfast.data.shard_files._REPETITIONS", 1)
+    write_shards(tmp_path / "data", "jsonl")
+    uri = proxy.uri("shards-away")
+    store = open_store(uri)
+    for path in (tmp_path / "data").iterdir():
+        store.commit(path.name, path.read_bytes())
+    config = parse_config(f"data: {{kind: jsonl, path: '{uri}'}}").data
+    proxy.fault("drop", 2, "GET")
+    dataset = build_dataset(config)  # the index is made at the second attempt
+    proxy.fault("drop", 100, "GET")
+    with pytest.raises(DataError, match=r"sample 0 of 0\.jsonl cannot be read .* is the bucket reachable\?"):
+        dataset[0]
+    proxy.faults.clear()
+    assert dataset[0]["label"] == 0

@@ -406,6 +406,18 @@ def test_a_mixture_is_proved_with_the_share_of_each_source(mixed: Written, capsy
     assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
 
 
+def test_a_source_that_a_function_orders_may_repeat_a_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = MIXTURE.replace("other.txt", "other.txt, order: {target: 'tests.support.orders:Weighted'}")
+    written = Written(tmp_path, text, sum(SIZES), SIZES)
+    written.attempt(1, 1, LAST)
+    written.started_with_sources()
+    assert written.audit()["source_samples"] == (110, 55)
+    assert main(0.0, ["audit", claimed_of(written), "--trust-code"]) == 0
+    assert "of its own, unless a function orders them" in capsys.readouterr().out
+
+
 def test_a_source_that_repeats_a_sample_is_found(mixed: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     part = mixed._order.parts[1]  # type: ignore[attr-defined]
     stock = SampleOrder.train

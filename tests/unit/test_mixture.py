@@ -15,7 +15,7 @@ from steadfast.config import MixtureData, TextSource, parse_config
 from steadfast.data import Extent, build_dataset, build_order
 from steadfast.data.mixture import Mixture, Turns
 from steadfast.data.order import MixtureOrder, SampleOrder
-from steadfast.errors import ConfigError
+from steadfast.errors import ConfigError, DataError
 
 SIZES = (40, 7, 100)
 WEIGHTS = (3, 1, 2)
@@ -145,6 +145,29 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     config = mixture(TEXT, '{target: "tests.unit.test_mixture:nothing"}')
     with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.target"):
         build_dataset(config)
+
+
+def test_each_source_has_an_order_of_its_own_kind() -> None:
+    weighted = "order: {target: 'tests.support.orders:Weighted'}"
+    config = mixture(TEXT, TARGET.replace("}", f", {weighted}}}", 1), TEXT.replace("}", ", order: sequential}"))
+    built = build_order(config, Extent(130, None, (Extent(50), Extent(30), Extent(50))), 1)
+    assert isinstance(built, MixtureOrder)
+    shuffled, drawn, in_order = (part.train(np.arange(part.num_train)).tolist() for part in built.parts)
+    assert sorted(shuffled) != shuffled
+    assert len(set(shuffled)) == len(shuffled)
+    assert len(set(drawn)) < len(drawn)
+    assert in_order == list(range(len(in_order)))
+
+
+def test_the_order_of_a_source_is_refused_by_its_key() -> None:
+    with pytest.raises(DataError, match=r"data\.sources\[1\]\.order=blocks: the dataset has no blocks"):
+        build_order(mixture(TEXT, TEXT.replace("}", ", order: blocks}")), Extent(9, None, (Extent(4), Extent(5))), 1)
+    wrong = mixture(TEXT, TEXT.replace("}", ", order: {target: 'tests.dist.test_order:by_chance'}}"))
+    with pytest.raises(DataError, match=r"data\.sources\[1\]\.order: tests\.dist\.test_order:by_chance returns"):
+        build_order(wrong, Extent(99, None, (Extent(49), Extent(50))), 1)
+    unknown = mixture(TEXT, TEXT.replace("}", ", order: {target: 'tests.dist.test_order:no'}}"))
+    with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.order"):
+        build_order(unknown, Extent(99, None, (Extent(49), Extent(50))), 1)
 
 
 def test_equal_sources_have_orders_of_their_own() -> None:

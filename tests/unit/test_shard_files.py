@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
-import json
 import pickle
 import tarfile
 from pathlib import Path
@@ -24,50 +22,13 @@ from steadfast.data.order import BlockOrder
 from steadfast.data.shard_files import Shards
 from steadfast.errors import DataError
 from steadfast.loop.worker_state import fingerprint
-
-NUM_SAMPLES = 700  # in two shards, more than a block in the first
-FIRST = 600
-KINDS = ["parquet", "jsonl", "webdataset"]
+from tests.support.shards import FIRST, KINDS, NUM_SAMPLES, add, values, write_shards
 
 
 @pytest.fixture(autouse=True)
 def indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("steadfast.data.shard_files.runs_root", lambda: tmp_path)
     return tmp_path / "indices"
-
-
-def values(number: int) -> dict[str, Any]:
-    return {"label": number, "tokens": [number, number + 1], "text": f"sample {number}"}
-
-
-def write_shards(folder: Path, kind: str, starts: tuple[int, ...] = (0, FIRST, NUM_SAMPLES)) -> None:
-    folder.mkdir(exist_ok=True)
-    for shard, (start, stop) in enumerate(itertools.pairwise(starts)):
-        samples = [values(number) for number in range(start, stop)]
-        match kind:
-            case "parquet":
-                table = pa.Table.from_pylist(samples)
-                parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=100)
-            case "jsonl":
-                (folder / f"{shard}.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
-            case "webdataset":
-                write_tar(folder / f"{shard}.tar", samples)
-
-
-def write_tar(path: Path, samples: list[dict[str, Any]]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for sample in samples:
-            tokens = io.BytesIO()
-            np.save(tokens, np.array(sample["tokens"]))
-            add(tar, f"{sample['label']:06d}.cls", str(sample["label"]).encode())
-            add(tar, f"{sample['label']:06d}.tokens.npy", tokens.getvalue())
-            add(tar, f"{sample['label']:06d}.txt", sample["text"].encode())
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
 
 
 def shards(folder: Path, kind: str, *more: str) -> Shards:
@@ -138,19 +99,19 @@ def test_a_resume_opens_the_shards_of_its_samples_alone(
     data = parse_config(f"data: {{kind: {kind}, path: {tmp_path}/data}}").data
     shards(tmp_path / "data", kind)  # makes the index
     opened: list[str] = []
-    read: list[tuple[int, int]] = []
-    open_one, read_one = Shards._file, Shards._read
+    read: list[Any] = []
+    open_one, read_one = Shards._file, Shards._read_piece
 
     def file(self: Shards, name: str) -> Any:
         opened.append(name)
         return open_one(self, name)
 
-    def block(self: Shards, shard: int, first: int, stop: int) -> Any:
-        read.append((shard, first))
-        return read_one(self, shard, first, stop)
+    def block(self: Shards, piece: Any, thread: int) -> Any:
+        read.append(piece)
+        return read_one(self, piece, thread)
 
     monkeypatch.setattr(Shards, "_file", file)
-    monkeypatch.setattr(Shards, "_read", block)
+    monkeypatch.setattr(Shards, "_read_piece", block)
     for first in range(0, 1400, 130):
         dataset = build_dataset(data)
         order = build_order(data, Extent.of(dataset), seed=4)

@@ -158,6 +158,8 @@ def test_bad_input_is_one_line(
     assert said.count("\n") == 1
     assert re.search(sentence, said)
     assert not (tmp_path / "tokens.bin").exists()
+    if sentence == "there is no text":
+        assert not list(tmp_path.glob("tokens.bin*"))
 
 
 def test_nothing_is_overwritten(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:

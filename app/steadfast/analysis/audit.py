@@ -5,14 +5,14 @@ samples of a step follow from the seed, the length of the dataset and `data.orde
 called to compute them. Such an order may read a sample several times in an epoch, so the audit does not check that.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from steadfast.config import Config, DataConfig, RunConfig, Target
+from steadfast.config import Config, DataConfig, MixtureData, RunConfig, Target
 from steadfast.data.order import Extent, Int64s, MixtureOrder, SampleOrder, UInt64s, build_order, sample_keys
 from steadfast.errors import SteadfastError, UsageError
 from steadfast.plan import Plan, step_of
@@ -133,11 +133,10 @@ class _Auditor:
         self._num_steps = _LARGEST
         if end:
             self._num_steps = run.num_steps(self._order.num_train, global_size, ends)
-        # An order function of the user may read one sample several times in an epoch and skip another sample.
-        once = not isinstance(data.order, Target)
-        self._epochs = _Epochs(self._order, self._seed, self._plan, once)
-        if isinstance(self._order, MixtureOrder):
-            self._epochs = _MixtureEpochs(self._order, self._seed, self._plan)
+        self._epochs = _Epochs(self._order, self._seed, self._plan, _once(data.order))
+        if isinstance(self._order, MixtureOrder) and isinstance(data, MixtureData):
+            once = [_once(source.order) for source in data.sources]
+            self._epochs = _MixtureEpochs(self._order, self._seed, self._plan, once)
         self._left_out = _left_out(directory)
         self._first = {event.attempt: event.step + 1 for event in directory.events(AttemptStarted)}
         self._last: dict[int, int] = {}  # newest step by attempt
@@ -377,17 +376,22 @@ class _Epochs:
         return sample_keys(ids, np.zeros_like(ids), self._seed)
 
 
+def _once(order: str | Target) -> bool:
+    """Return whether an order reads each sample once in an epoch."""
+    return not isinstance(order, Target)
+
+
 class _MixtureEpochs(_Epochs):
     """Checks the epochs of each source of a mixture, and the source's share of the samples."""
 
-    def __init__(self, order: MixtureOrder, seed: int, plan: Plan) -> None:
+    def __init__(self, order: MixtureOrder, seed: int, plan: Plan, once: Sequence[bool]) -> None:
         super().__init__(order, seed, plan, once=False)
         self._turns = order.turns
         self._starts = order.starts
         self._sources = []
         for number, part in enumerate(order.parts):
             position = partial(order.turns.position, number)
-            self._sources.append(_Epochs(part, seed, plan, True, position, f" of source {number}"))
+            self._sources.append(_Epochs(part, seed, plan, once[number], position, f" of source {number}"))
         self.source_samples = (0,) * len(order.parts)
 
     def add(self, ids: Int64s, positions: Int64s) -> None:

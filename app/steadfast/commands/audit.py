@@ -99,6 +99,8 @@ def _table(directory: RunDirectory, data: DataConfig, found: dict[str, Any]) -> 
     once = "each with every training sample once"
     if isinstance(data, MixtureData):
         once = "and each source with every sample of its own once in an epoch of its own"
+        if any(isinstance(source.order, Target) for source in data.sources):
+            once += ", unless a function orders them"
     if isinstance(data.order, Target):
         once = f"read in the order of {data.order.target}"
     digests = f"{found['digests']} compared, all as planned"

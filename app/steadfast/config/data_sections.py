@@ -14,7 +14,7 @@ _LARGEST_PERIOD = 2**16  # places after which the sources of a mixture repeat th
 
 
 class LoaderConfig(Section):
-    """How samples are fetched.
+    """Processes that read samples ahead of the training step.
 
     No key changes the samples themselves, so a resume may change any of the keys.
     """
@@ -83,6 +83,8 @@ class ShardsSource(Section):
 class WeightedConfig(Section):
     weight: PositiveFloat = 1.0
     """share of the samples that come from this source, relative to the weights of the other sources"""
+    order: Order = "shuffled"
+    """order of the source's samples, as in data.order; a function may draw samples with replacement"""
 
 
 class WeightedText(WeightedConfig, TextSource):
@@ -102,7 +104,8 @@ class WeightedHuggingFace(WeightedConfig, HuggingFaceSource):
 
 
 class WeightedShards(WeightedConfig, ShardsSource):
-    pass
+    order: Order = "blocks"
+    """order of the source's samples, as for other sources; shuffled is slow for Parquet, read by row groups"""
 
 
 class WeightedTarget(WeightedConfig, Target):
@@ -128,8 +131,8 @@ class MixtureSource(Section):
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)]
     """sources of samples, each with a weight and the keys of its kind. Of any number of samples in training order each
-    source has its share, to within one sample; each source shuffles its samples, and repeats them when it has used all
-    of them. An epoch has as many samples as all sources together"""
+    source has its share, to within one sample; a source repeats its samples when it has used all of them. An epoch has
+    as many samples as all sources together"""
 
     @property
     def integer_weights(self) -> tuple[int, ...]:
@@ -214,7 +217,7 @@ class DataConfig(LoaderConfig):
 
     @property
     def has_documents(self) -> bool:
-        """Return whether samples hold several documents, which must not see each other."""
+        """Return whether samples hold several documents, which attention keeps apart."""
         sections = (self, *getattr(self, "sources", ()))
         return any(getattr(section, "end_token", None) is not None for section in sections)
 
@@ -262,7 +265,7 @@ class MixtureData(SamplesConfig, MixtureSource):
     """Samples of several sources, by weights."""
 
     order: Literal["shuffled"] = "shuffled"
-    """order of the samples of each source"""
+    """the sources take turns by their weights, each in an order of its own: `order` of a source"""
     validation_fraction: Fraction = 0.1
     """share of each source's samples held out of training for validation, from 0 to below 1"""
 

@@ -752,6 +752,7 @@ class Config(Section):
         }
         for index, source in enumerate(getattr(self.data, "sources", ())):
             parts[f"sources.{index}"] = source
+            parts[f"sources.{index}.order"] = source.order
         for name, part in parts.items():
             if isinstance(part, Target):
                 found[f"data.{name}"] = part

@@ -8,7 +8,7 @@ from steadfast.errors import ConfigError, Problem
 
 
 def import_extra(module: str, extra: str, key: str) -> Any:
-    """Import a module that the section at `key` needs.
+    """Import a module that the configuration key or option `key` needs.
 
     Raises ConfigError with the command that installs the package if the import fails.
     """
@@ -30,4 +30,4 @@ def require_extra(module: str, extra: str, key: str) -> None:
 
 def _missing(module: str, extra: str, key: str, why: str = "") -> ConfigError:
     what = f"needs {module.partition('.')[0]}: pip install 'steadfast[{extra}]'{why}"
-    return ConfigError([Problem("", f"{key}.kind", what)])
+    return ConfigError([Problem("", key, what)])

@@ -17,7 +17,7 @@ def open_huggingface(config: HuggingFaceSource, key: str) -> Any:
 
     Raises DataError if the dataset cannot be read, and ConfigError without the package.
     """
-    datasets = import_extra("datasets", "huggingface", key)
+    datasets = import_extra("datasets", "huggingface", f"{key}.kind")
     try:
         found = _load(datasets, config)
         return found.with_format("torch", columns=list(config.columns) or None)

@@ -45,7 +45,7 @@ def open_image_folder(config: ImageFolderSource, key: str) -> ImageFolder:
 
     Raises DataError if the folder cannot be read, and ConfigError without torchvision.
     """
-    datasets = import_extra("torchvision.datasets", "vision", key)
+    datasets = import_extra("torchvision.datasets", "vision", f"{key}.kind")
     try:
         folder = datasets.ImageFolder(place_of_data(config.path))
     except OSError as error:
@@ -54,7 +54,7 @@ def open_image_folder(config: ImageFolderSource, key: str) -> ImageFolder:
 
 
 def _transform(size: int, augment: bool, key: str) -> Any:
-    v2 = import_extra("torchvision.transforms.v2", "vision", key)
+    v2 = import_extra("torchvision.transforms.v2", "vision", f"{key}.kind")
     # Validation usually crops the middle 224 of 256 pixels.
     crop = [v2.Resize(size * 8 // 7), v2.CenterCrop(size)]
     if augment:

@@ -233,7 +233,7 @@ class _Microbatches:
         if not self._is_augmented and self._set_epoch is None:
             self._read_samples = getattr(dataset, "__getitems__", None)
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, ids and keys
-        self._layout: list[Leaf] = []
+        self._layout: list[Leaf] | None = None
 
     def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
         try:
@@ -313,12 +313,14 @@ class _Microbatches:
     def _check_layout(self, ids: list[int], samples: list[Any]) -> None:
         for index, sample in zip(ids, samples, strict=True):
             layout = layout_of(sample)
+            if layout == self._layout:
+                continue
             if not any(map(_is_numeric, layout)):
                 raise DataError(f"sample {index} is {sample!r:.80}, expected tensors, arrays or numbers")
-            if not self._layout:
+            if self._layout is None:
                 # The first sample that this process reads defines the layout of all samples.
                 self._layout = layout
-            if layout != self._layout:
+            else:
                 expected = f"expected {_in_words(self._layout)} as in the samples before it"
                 remedy = f"For samples of different sizes name a function that pads the samples as {self._key}"
                 raise DataError(f"sample {index} is {_in_words(layout)}, {expected}. {remedy}")

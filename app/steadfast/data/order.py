@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from steadfast.config import DataConfig, MixtureData, ShardsSource
+from steadfast.config import DataConfig, MixtureData, Target
 from steadfast.config.target import build_function
 from steadfast.data.mixture import Turns
 from steadfast.errors import DataError
@@ -172,12 +172,12 @@ class SampleOrder:
 
 
 class OwnOrder(SampleOrder):
-    """Order given by `data.order`, with the last samples of the dataset held out."""
+    """Order given by a function, with the last samples of the dataset held out."""
 
     def __init__(self, num_samples: int, validation_fraction: float, seed: int, order: Order, name: str) -> None:
         """Test `order` and build the order.
 
-        `name` is the order's name in errors. Raises DataError if the order cannot be used.
+        `name` is the configuration key and the order's name, for errors. Raises DataError if the order cannot be used.
         """
         super().__init__(num_samples, validation_fraction, seed)
         self._order = order
@@ -220,7 +220,7 @@ class OwnOrder(SampleOrder):
             )
 
     def _refuse(self, what: str) -> NoReturn:
-        raise DataError(f"data.order: {self._name} {what}")
+        raise DataError(f"{self._name} {what}")
 
 
 class BlockOrder(SampleOrder):
@@ -334,35 +334,32 @@ def build_order(config: DataConfig, extent: Extent | int, seed: int) -> SampleOr
         extent: of the dataset. A number of samples is enough unless the data are shards or a mixture.
 
     Raises:
-        ConfigError: the target of `data.order` cannot be loaded.
+        ConfigError: the target of an order cannot be loaded.
         DataError: the target is not a valid order.
     """
     if isinstance(extent, int):
         extent = Extent(extent)
     fraction = config.held_out_fraction
-    if isinstance(config, MixtureData):
-        parts = []
-        for number, (source, its) in enumerate(zip(config.sources, extent.sources, strict=True)):
-            own_seed = keyed_hash(_SOURCE, seed, number)
-            if isinstance(source, ShardsSource):
-                parts.append(_of_blocks(its, fraction, own_seed))
-            else:
-                parts.append(SampleOrder(its.num_samples, fraction, own_seed))
-        return MixtureOrder(parts, config.integer_weights, seed)
-    match config.order:
-        case "shuffled":
-            return SampleOrder(extent.num_samples, fraction, seed)
-        case "blocks":
-            return _of_blocks(extent, fraction, seed)
-        case "sequential":
-            return OwnOrder(extent.num_samples, fraction, seed, _sequential, "sequential")
-    order: Order = build_function(config.order, "data.order")
-    return OwnOrder(extent.num_samples, fraction, seed, order, config.order.target)
+    if not isinstance(config, MixtureData):
+        return _build_order(config.order, "data.order", extent, fraction, seed)
+    parts = []
+    for number, (source, its) in enumerate(zip(config.sources, extent.sources, strict=True)):
+        key = f"data.sources[{number}].order"
+        parts.append(_build_order(source.order, key, its, fraction, keyed_hash(_SOURCE, seed, number)))
+    return MixtureOrder(parts, config.integer_weights, seed)
 
 
-def _of_blocks(extent: Extent, fraction: float, seed: int) -> SampleOrder:
+def _build_order(order: str | Target, key: str, extent: Extent, fraction: float, seed: int) -> SampleOrder:
+    """Build the order that is configured at `key`."""
+    if isinstance(order, Target):
+        function: Order = build_function(order, key)
+        return OwnOrder(extent.num_samples, fraction, seed, function, f"{key}: {order.target}")
+    if order == "sequential":
+        return OwnOrder(extent.num_samples, fraction, seed, _sequential, f"{key}: sequential")
+    if order == "shuffled":
+        return SampleOrder(extent.num_samples, fraction, seed)
     if extent.blocks is None:
-        raise DataError("data.order=blocks: the dataset has no blocks, see steadfast.data.datasets.Dataset")
+        raise DataError(f"{key}=blocks: the dataset has no blocks, see steadfast.data.datasets.Dataset")
     return BlockOrder(extent.blocks, extent.num_samples, fraction, seed)
 
 

@@ -10,12 +10,15 @@ import json
 import tarfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from pyarrow import Array, ChunkedArray, FixedShapeTensorType, fs, parquet, types
@@ -35,6 +38,7 @@ _SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "webdatas
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 2**22
 _REPETITIONS = 6
+_THREADS = 4  # that read at the same time
 _OPEN_FILES = 64  # a process may have about a thousand files open
 _PROGRESS_S = 5.0
 _IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -57,6 +61,14 @@ class _Index(NamedTuple):
     columns: NDArray[np.str_] = np.array([], np.str_)
 
 
+class _Piece(NamedTuple):
+    """Samples that are read together, of one shard."""
+
+    shard: int
+    first: int
+    stop: int
+
+
 class _Format(Protocol):
     """Format of a file."""
 
@@ -69,11 +81,14 @@ class _Format(Protocol):
         ...
 
     def read(self, opened: Any, index: _Index, first: int, stop: int) -> Any:
-        """Return a block of samples."""
+        """Return the content of a block of samples."""
         ...
 
-    def sample(self, block: Any, number: int, name: str) -> Any:
-        """Return a sample of a block. Raises DataError if the sample is damaged."""
+    def samples(self, block: Any, numbers: list[int]) -> list[Any]:
+        """Return samples of a block, in the order of `numbers`.
+
+        Raises DataError, whose message continues the name of the sample.
+        """
         ...
 
 
@@ -111,13 +126,14 @@ class Shards:
         self._files = files or fs.LocalFileSystem()
         # In other orders the next sample is rarely of the same block. Of Parquet only row groups can be read.
         self._reads_blocks = getattr(config, "order", "blocks") in ("blocks", "sequential") or config.kind == "parquet"
-        self._open: OrderedDict[int, Any] = OrderedDict()
-        self._blocks: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by shard and thread
+        self._blocks: OrderedDict[_Piece, Any] = OrderedDict()
         self._indices = self._read_indices()
         counts = [index.num_samples for index in self._indices]
         self._starts = np.cumsum([0, *counts])
         shifted = [start + index.blocks for start, index in zip(self._starts, self._indices, strict=False)]
         self.blocks: Int64s = np.concatenate(shifted)
+        self._stops = np.append(self.blocks[1:], self._starts[-1])
         listed = [f"{name} {size} {count}" for name, size, count in zip(self._names, self._sizes, counts, strict=True)]
         self.digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
 
@@ -130,64 +146,109 @@ class Shards:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples. A DataLoader calls this method too."""
-        shards = np.searchsorted(self._starts, indices, side="right") - 1
-        blocks = np.searchsorted(self.blocks, indices, side="right") - 1
-        return list(map(self._sample, indices, shards.tolist(), blocks.tolist()))
-
-    def _sample(self, index: int, shard: int, block: int) -> Any:
-        first = int(self.blocks[block])
-        what = f"sample {index - int(self._starts[shard])} of {self._names[shard]}"
-        try:
-            if self._reads_blocks:
-                return self._format.sample(self._block(shard, block), index - first, what)
-            return self._format.sample(self._read(shard, index, index + 1), 0, what)
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"{self._key}: {what} cannot be read ({error}); the file may have changed since its index was made: "
-                f"delete {_folder_of_indices()} and give the command again"
-            ) from error
+        places: dict[_Piece, list[int]] = {}  # in `indices`, of the samples of each piece
+        for place, piece in enumerate(self._pieces(indices)):
+            places.setdefault(piece, []).append(place)
+        found = self._read(list(places))
+        samples: list[Any] = [None] * len(indices)
+        for piece, its in places.items():
+            for place, sample in zip(its, self._decoded(piece, found[piece], [indices[n] for n in its]), strict=True):
+                samples[place] = sample
+        return samples
 
     def __getstate__(self) -> dict[str, Any]:
         # Loader processes open the files again.
         return {**self.__dict__, "_open": OrderedDict(), "_blocks": OrderedDict()}
 
-    def _block(self, shard: int, block: int) -> Any:
-        if block not in self._blocks:
-            stop = self.blocks[block + 1] if block + 1 < len(self.blocks) else len(self)
-            self._blocks[block] = self._read(shard, int(self.blocks[block]), int(stop))
+    def _pieces(self, indices: Sequence[int]) -> Iterator[_Piece]:
+        """Yield for each sample the piece to read: its block, or the sample alone."""
+        shards = (np.searchsorted(self._starts, indices, side="right") - 1).tolist()
+        if not self._reads_blocks:
+            return (_Piece(shard, index, index + 1) for shard, index in zip(shards, indices, strict=True))
+        blocks = np.searchsorted(self.blocks, indices, side="right") - 1
+        firsts, stops = self.blocks[blocks].tolist(), self._stops[blocks].tolist()
+        return map(_Piece, shards, firsts, stops)
+
+    def _read(self, pieces: list[_Piece]) -> dict[_Piece, Any]:
+        """Return the content of each piece."""
+        found = {piece: self._blocks[piece] for piece in pieces if piece in self._blocks}
+        missing = sorted(piece for piece in pieces if piece not in found)
+        # Arrow reads and decodes without Python's lock. Each thread has files of its own.
+        size = max(1, -(-len(missing) // _THREADS))
+        parts = [missing[first : first + size] for first in range(0, len(missing), size)]
+        if len(parts) > 1:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                contents = list(threads.map(self._read_part, count(), parts))
+        else:
+            contents = list(map(self._read_part, count(), parts))
+        for part, content in zip(parts, contents, strict=True):
+            found.update(zip(part, content, strict=True))
+        if self._reads_blocks:
+            for piece in pieces:
+                self._blocks[piece] = found[piece]
+                self._blocks.move_to_end(piece)
             # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
-            if len(self._blocks) > WINDOW_BLOCKS:
+            while len(self._blocks) > WINDOW_BLOCKS:
                 self._blocks.popitem(last=False)
-        self._blocks.move_to_end(block)
-        return self._blocks[block]
+        return found
 
-    def _read(self, shard: int, first: int, stop: int) -> Any:
-        """Read the samples from the one with index `first` to before `stop`.
+    def _read_part(self, thread: int, pieces: list[_Piece]) -> list[Any]:
+        return [self._read_piece(piece, thread) for piece in pieces]
 
-        A read from a bucket is repeated for some seconds, because a network fails now and then.
-        """
-        for delay_s in islice(delays(0.2, 5.0, jitter=0.5), _REPETITIONS):
+    def _read_piece(self, piece: _Piece, thread: int) -> Any:
+        try:
+            return self._repeated(lambda: self._read_once(piece, thread))
+        except Exception as error:
+            self._refuse(piece.first, piece.shard, error)
+
+    def _repeated(self, read: Callable[[], Any]) -> Any:
+        """Read from a file, in a bucket several times, because a network fails now and then."""
+        waits_s = islice(delays(0.2, 5.0, jitter=0.5), 0 if self._is_local else _REPETITIONS)
+        while True:
             try:
-                return self._read_once(shard, first, stop)
+                return read()
             except FileNotFoundError:
                 raise
             except OSError:
-                if self._is_local:
+                wait_s = next(waits_s, None)
+                if wait_s is None:
                     raise
-                self._open.pop(shard, None)
-                time.sleep(delay_s)
-        return self._read_once(shard, first, stop)
+                time.sleep(wait_s)
 
-    def _read_once(self, shard: int, first: int, stop: int) -> Any:
-        if shard not in self._open:
-            self._open[shard] = self._format.open(self._file(self._names[shard]))
-            if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)  # closed with its last reference
-        self._open.move_to_end(shard)
+    def _read_once(self, piece: _Piece, thread: int) -> Any:
+        shard = piece.shard
+        # After an error the file is opened anew.
+        opened = self._open.pop((shard, thread), None) or self._format.open(self._file(self._names[shard]))
         start = int(self._starts[shard])
-        return self._format.read(self._open[shard], self._indices[shard], first - start, stop - start)
+        content = self._format.read(opened, self._indices[shard], piece.first - start, piece.stop - start)
+        self._open[shard, thread] = opened
+        if len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)  # closed with its last reference
+        return content
+
+    def _decoded(self, piece: _Piece, content: Any, indices: list[int]) -> list[Any]:
+        """Return samples of a piece."""
+        try:
+            return self._format.samples(content, [index - piece.first for index in indices])
+        except Exception as error:
+            if len(indices) > 1:
+                # One by one, so that the error names the sample.
+                return [sample for index in indices for sample in self._decoded(piece, content, [index])]
+            if isinstance(error, DataError):
+                raise DataError(f"{self._key}: {self._name_of(indices[0], piece.shard)} {error}") from error
+            self._refuse(indices[0], piece.shard, error)
+
+    def _refuse(self, index: int, shard: int, error: Exception) -> NoReturn:
+        what = f"{self._key}: {self._name_of(index, shard)} cannot be read ({error})"
+        if isinstance(error, OSError) and not self._is_local:
+            raise DataError(f"{what}, after {_REPETITIONS} more attempts; is the bucket reachable?") from error
+        raise DataError(
+            f"{what}; the file may have changed since its index was made: delete {_folder_of_indices()} and give the "
+            "command again"
+        ) from error
+
+    def _name_of(self, index: int, shard: int) -> str:
+        return f"sample {index - int(self._starts[shard])} of {self._names[shard]}"
 
     def _file(self, name: str) -> Any:
         return self._files.open_input_file(f"{self._folder}/{name}")
@@ -220,14 +281,20 @@ class Shards:
         if place.exists():
             with np.load(place) as stored:
                 return _Index(stored["places"], stored["blocks"], int(stored["num_samples"]), stored["columns"])
-        with self._file(name) as file:
-            index = self._format.index(file, name)
+        try:
+            index: _Index = self._repeated(lambda: self._make_index(name))
+        except OSError as error:
+            raise DataError(f"{self._key}: {name} cannot be read: {error}") from error
         place.parent.mkdir(parents=True, exist_ok=True)
         # Several workers of a machine may make the same index at the same time.
         new = place.with_suffix(f".{time.monotonic_ns()}.npz")
         np.savez(new, **index._asdict())
         new.replace(place)
         return index
+
+    def _make_index(self, name: str) -> _Index:
+        with self._file(name) as file:
+            return self._format.index(file, name)
 
 
 def _folder_of_indices() -> Path:
@@ -244,7 +311,7 @@ class _Parquet:
     def index(self, file: Any, name: str) -> _Index:
         try:
             metadata = parquet.ParquetFile(file).metadata
-        except Exception as error:
+        except pa.ArrowInvalid as error:
             raise DataError(f"{self._key}: {name} is no whole Parquet file: {error}") from error
         schema = metadata.schema.to_arrow_schema()
         names = schema.names
@@ -261,35 +328,32 @@ class _Parquet:
 
     def read(self, opened: Any, index: _Index, first: int, stop: int) -> Any:
         group = int(np.searchsorted(index.blocks, first, side="right")) - 1  # some row groups are empty
-        table = opened.read_row_group(group, columns=self._columns)
+        table = opened.read_row_group(group, self._columns, use_threads=False)  # `Shards` has threads
         columns = {name: _values(table.column(name)) for name in table.column_names}
         are_tuples = TUPLES in (table.schema.metadata or {})
         return are_tuples, columns
 
-    def sample(self, block: Any, number: int, name: str) -> Any:
+    def samples(self, block: Any, numbers: list[int]) -> list[Any]:
         are_tuples, columns = block
-        values = {column: of_rows[number] for column, of_rows in columns.items()}
-        return tuple(values.values()) if are_tuples else values
+        rows = zip(*(_taken(values, numbers) for values in columns.values()), strict=True)
+        return list(rows) if are_tuples else [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-class _Lists(NamedTuple):
+@dataclass(frozen=True)
+class _Lists:
     """Lists of numbers, of one array for all rows."""
 
     numbers: NDArray[Any]
     ends: Int64s  # where each list begins, and where the last one ends
 
-    def __getitem__(self, row: Any, /) -> Any:
+    def __getitem__(self, row: int, /) -> NDArray[Any]:
         # Arrow's memory is read-only, of which torch warns.
         return self.numbers[self.ends[row] : self.ends[row + 1]].copy()
 
 
-class _Arrays(NamedTuple):
-    """Arrays of one shape, (rows, ...)."""
-
-    numbers: NDArray[Any]
-
-    def __getitem__(self, row: Any, /) -> Any:
-        return self.numbers[row].copy()
+def _taken(values: Any, rows: list[int]) -> Iterable[Any]:
+    """Return the values of rows, as copies of Arrow's memory."""
+    return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
 
 
 def _values(column: ChunkedArray) -> Any:
@@ -298,7 +362,7 @@ def _values(column: ChunkedArray) -> Any:
     if isinstance(array, ChunkedArray):  # as pyarrow before 19 returns an empty column
         return array.to_pylist()
     if isinstance(array.type, FixedShapeTensorType):
-        return _Arrays(array.to_numpy_ndarray())
+        return array.to_numpy_ndarray()
     if _is_number(array.type):
         if not array.null_count:
             return array.to_numpy(zero_copy_only=False)
@@ -310,8 +374,12 @@ def _values(column: ChunkedArray) -> Any:
     if not _is_number(numbers.type) or numbers.null_count:
         return array.to_pylist()
     if types.is_fixed_size_list(array.type):
-        return _Arrays(numbers.to_numpy(zero_copy_only=False).reshape(len(array), -1))
-    return _Lists(numbers.to_numpy(zero_copy_only=False), array.offsets.to_numpy().astype(np.int64))
+        return numbers.to_numpy(zero_copy_only=False).reshape(len(array), array.type.list_size)
+    ends = array.offsets.to_numpy().astype(np.int64)
+    lengths = np.diff(ends)
+    if (lengths == lengths[0]).all():
+        return numbers.to_numpy(zero_copy_only=False)[ends[0] : ends[-1]].reshape(len(array), lengths[0])
+    return _Lists(numbers.to_numpy(zero_copy_only=False), ends)
 
 
 def _is_number(kind: Any) -> bool:
@@ -347,15 +415,17 @@ class _JsonLines:
     def read(self, opened: Any, index: _Index, first: int, stop: int) -> list[bytes]:
         return _cut(opened, index, first, stop)
 
-    def sample(self, block: list[bytes], number: int, name: str) -> dict[str, Any]:
-        line = block[number]
+    def samples(self, block: list[bytes], numbers: list[int]) -> list[Any]:
+        return [self._sample(block[number]) for number in numbers]
+
+    def _sample(self, line: bytes) -> dict[str, Any]:
         try:
             sample = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{self._key}: {name} is no JSON: {error}") from error
+            raise DataError(f"is no JSON: {error}") from error
         if not isinstance(sample, dict):
-            raise DataError(f"{self._key}: {name} is no JSON object: {line[:60]!r}")
-        return _chosen(sample, self._columns, f"{self._key}.columns: {name}")
+            raise DataError(f"is no JSON object: {line[:60]!r}")
+        return _chosen(sample, self._columns)
 
 
 class _WebDataset:
@@ -393,15 +463,18 @@ class _WebDataset:
     def read(self, opened: Any, index: _Index, first: int, stop: int) -> list[bytes]:
         return _cut(opened, index, first, stop)
 
-    def sample(self, block: list[bytes], number: int, name: str) -> dict[str, Any]:
+    def samples(self, block: list[bytes], numbers: list[int]) -> list[Any]:
+        return [self._sample(block[number]) for number in numbers]
+
+    def _sample(self, files: bytes) -> dict[str, Any]:
         sample = {}
-        with tarfile.open(fileobj=io.BytesIO(block[number]), mode="r:") as tar:
+        with tarfile.open(fileobj=io.BytesIO(files), mode="r:") as tar:
             for member in tar:
                 content = tar.extractfile(member)
                 _, kind = _parts(member.name)
                 if content is not None and (not self._columns or kind in self._columns):
                     sample[kind] = self._decoded(kind, content.read())
-        return _chosen(sample, self._columns, f"{self._key}.columns: {name}")
+        return _chosen(sample, self._columns)
 
     def _decoded(self, kind: str, content: bytes) -> Any:
         match kind.rpartition(".")[2]:
@@ -414,7 +487,7 @@ class _WebDataset:
             case "npy":
                 return np.load(io.BytesIO(content))
             case suffix if suffix in _IMAGES:
-                images = import_extra("PIL.Image", "vision", self._key)
+                images = import_extra("PIL.Image", "vision", f"{self._key}.kind")
                 pixels = np.array(images.open(io.BytesIO(content)).convert("RGB"))
                 return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()  # uint8 (3, height, width)
         return content
@@ -453,8 +526,8 @@ def _parts(name: str) -> tuple[str, str]:
     return f"{folder}/{stem}", kind
 
 
-def _chosen(sample: dict[str, Any], columns: Sequence[str], what: str) -> dict[str, Any]:
+def _chosen(sample: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     missing = [column for column in columns if column not in sample]
     if missing:
-        raise DataError(f"{what} has no {', '.join(missing)}; there are: {', '.join(sample)}")
+        raise DataError(f"has no {', '.join(missing)}, which columns names; there are: {', '.join(sample)}")
     return {column: sample[column] for column in columns} if columns else sample

@@ -39,7 +39,7 @@ class MlflowTracker:
         Raises:
             ConfigError: the package is missing, or the run is in a bucket and no tracking server is named.
         """
-        require_extra("mlflow", "mlflow", "trackers")
+        require_extra("mlflow", "mlflow", "trackers.kind")
         uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None and not isinstance(store, LocalStore):
             what = "mlflow needs tracking_uri or MLFLOW_TRACKING_URI, because run.storage is a bucket"

@@ -33,7 +33,7 @@ class WandbTracker:
 
     def __init__(self, config: WandbConfig, name: str, document: dict[str, Any], store: Store) -> None:
         """Open the W&B run `name`, with `document` as its configuration."""
-        require_extra("wandb", "wandb", "trackers")
+        require_extra("wandb", "wandb", "trackers.kind")
         self._spool = Spool(store, _FOLDER)
         self._run: Any = None
         self._holds = False
