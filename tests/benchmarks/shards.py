@@ -1,6 +1,7 @@
 """Samples of shards by the loader, beside the same files read from beginning to end without one.
 
 python -m tests.benchmarks.shards --gb 10         # on the local disk
+python -m tests.benchmarks.shards --processes 2   # by two loader processes, the default on a GPU
 python -m tests.benchmarks.shards --gb 1 --s3     # on the S3 server of the tests
 """
 
@@ -97,11 +98,11 @@ def batch_of_files(samples: list[dict[str, bytes]]) -> torch.Tensor:
     return torch.stack([torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8) for sample in samples])
 
 
-def by_the_loader(folder: str, kind: str) -> Iterator[int]:
+def by_the_loader(folder: str, kind: str, processes: int) -> Iterator[int]:
     """Read an epoch in the order of blocks, and yield the bytes of each batch."""
     collate = "batch_of_rows" if kind == "parquet" else "batch_of_files"
     words = f"kind: {kind}, path: '{folder}', collate: {{target: 'tests.benchmarks.shards:{collate}'}}"
-    data = parse_config(f"data: {{{words}, validation_fraction: 0}}").data
+    data = parse_config(f"data: {{{words}, validation_fraction: 0, num_workers: {processes}}}").data
     dataset = build_dataset(data)
     order = build_order(data, Extent.of(dataset), 1)
     loader = Loader(dataset, order, data, torch.device("cpu"))
@@ -124,21 +125,22 @@ def measure(read: Callable[[], Iterator[int]]) -> str:
     return f"{first_s:.2f} {size / seconds / 1e6:.0f} {taken / 1e6:.0f}"
 
 
-def in_another_process(side: str, kind: str, folder: str) -> list[float]:
+def in_another_process(side: str, kind: str, folder: str, processes: int) -> list[float]:
     words = [sys.executable, "-m", "tests.benchmarks.shards", "--side", side, "--kind", kind, "--folder", folder]
+    words += ["--processes", str(processes)]
     if os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("3")  # so that the disk is read
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     return [float(word) for word in done.stdout.splitlines()[-1].split()]
 
 
-def compare(kind: str, folder: str, pairs: int) -> list[str]:
+def compare(kind: str, folder: str, pairs: int, processes: int) -> list[str]:
     """Return a row of the table: medians of alternating turns, each in a process of its own."""
-    with_index = in_another_process("loader", kind, folder)
+    with_index = in_another_process("loader", kind, folder, processes)
     sides: dict[str, list[list[float]]] = {"plain": [], "loader": []}
     for number in range(pairs):
         for side in sorted(sides, reverse=bool(number % 2)):
-            sides[side].append(in_another_process(side, kind, folder))
+            sides[side].append(in_another_process(side, kind, folder, processes))
     rates = {side: [turn[1] for turn in turns] for side, turns in sides.items()}
     first_s, _, taken = np.median(sides["loader"], axis=0)
     return [
@@ -152,9 +154,9 @@ def compare(kind: str, folder: str, pairs: int) -> list[str]:
     ]
 
 
-def read_as(side: str, kind: str, folder: str) -> Callable[[], Iterator[int]]:
+def read_as(side: str, kind: str, folder: str, processes: int) -> Callable[[], Iterator[int]]:
     if side == "loader":
-        return lambda: by_the_loader(folder, kind)
+        return lambda: by_the_loader(folder, kind, processes)
     files, place = arrow_filesystem(open_store(folder))
     return lambda: plain(files or fs.LocalFileSystem(), place, kind)
 
@@ -165,12 +167,13 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--kinds", nargs="*", default=["parquet", "webdataset"])
+    parser.add_argument("--processes", type=int, default=0, help="loader processes, as data.num_workers")
     parser.add_argument("--s3", action="store_true")
     for name in ("--side", "--kind", "--folder"):
         parser.add_argument(name, help="of one turn")
     options = parser.parse_args()
     if options.side:
-        print(measure(read_as(options.side, options.kind, options.folder)))
+        print(measure(read_as(options.side, options.kind, options.folder, options.processes)))
         return
     head = [
         "kind",
@@ -200,7 +203,7 @@ def main() -> None:
                 place = bucket % kind
                 files, prefix = arrow_filesystem(open_store(place))
                 fs.copy_files(str(folder), prefix, destination_filesystem=files)
-            rows.append(compare(kind, place, options.pairs))
+            rows.append(compare(kind, place, options.pairs, options.processes))
             shutil.rmtree(folder)
     print(table(rows))
 

@@ -37,6 +37,7 @@ _SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "webdatas
 # Largest block, where the files have no blocks of their own.
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 2**22
+_BUFFER_BYTES = 2**20  # of a tar while its index is made
 _REPETITIONS = 6
 _THREADS = 4  # that read at the same time
 _OPEN_FILES = 64  # a process may have about a thousand files open
@@ -439,8 +440,10 @@ class _WebDataset:
         places: list[int] = []
         last = None
         end = 0
+        # Each header has 512 bytes, and a bucket would need a request for each.
+        buffered = io.BufferedReader(file, _BUFFER_BYTES)
         try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
+            with tarfile.open(fileobj=buffered, mode="r:") as tar:
                 for member in tar:
                     end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                     if not member.isfile():
@@ -452,8 +455,8 @@ class _WebDataset:
         except tarfile.TarError as error:
             raise DataError(f"{self._key}: {name} is no whole tar: {error}") from error
         # A tar ends with two blocks of zeros. The package `tarfile` takes a tar that was cut off for a shorter one.
-        file.seek(min(end, file.size()))
-        if file.read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):
+        buffered.seek(end)
+        if buffered.read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):
             raise DataError(f"{self._key}: {name} is no whole tar: its end is missing")
         return _index(np.array([*places, end] if places else [], np.int64))
 
