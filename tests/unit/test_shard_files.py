@@ -7,6 +7,7 @@ import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from steadfast.config import parse_config
-from steadfast.data import Extent, build_dataset, build_order
+from steadfast.data import Extent, build_dataset, build_order, shard_files
 from steadfast.data.order import BlockOrder
 from steadfast.data.shard_files import Shards
 from steadfast.errors import DataError
@@ -123,6 +124,24 @@ def test_a_resume_opens_the_shards_of_its_samples_alone(
         assert len(read) == len(set(read))
         opened.clear()
         read.clear()
+
+
+@pytest.mark.parametrize(("num_readers", "most"), [(2, 2.1), (8, 2.5)])
+def test_readers_of_a_bucket_share_its_samples(
+    tmp_path: Path, num_readers: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads whole blocks only if it uses enough of them."""
+    write_shards(tmp_path / "data", "jsonl", tuple(range(0, 20_001, 2000)))
+    monkeypatch.setattr("steadfast.data.shard_files._BLOCK_SAMPLES", 64)
+    dataset = shards(tmp_path / "data", "jsonl")
+    order = build_order(parse_config("data: {kind: text, order: blocks}").data, Extent.of(dataset), seed=4)
+    cut = mock.Mock(wraps=shard_files._cut)
+    monkeypatch.setattr("steadfast.data.shard_files._cut", cut)
+    ids = order.train(np.arange(order.num_train)).reshape(-1, 8)[::num_readers]
+    for batch in ids:
+        assert [sample["label"] for sample in dataset.__getitems__(batch.tolist())] == batch.tolist()
+    num_read = sum(call.args[3] - call.args[2] for call in cut.call_args_list)
+    assert num_read < most * ids.size
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

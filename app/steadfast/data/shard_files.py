@@ -9,12 +9,13 @@ import io
 import json
 import tarfile
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, islice, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -38,6 +39,7 @@ _SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "webdatas
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 2**22
 _BUFFER_BYTES = 2**20  # of a tar while its index is made
+_WORTHWHILE = 0.25  # share of a block's samples that a process reads; with less it reads single samples
 _REPETITIONS = 6
 _THREADS = 4  # that read at the same time
 _OPEN_FILES = 64  # a process may have about a thousand files open
@@ -126,9 +128,12 @@ class Shards:
         self._is_local = files is None
         self._files = files or fs.LocalFileSystem()
         # In other orders the next sample is rarely of the same block. Of Parquet only row groups can be read.
-        self._reads_blocks = getattr(config, "order", "blocks") in ("blocks", "sequential") or config.kind == "parquet"
+        self._has_samples = config.kind != "parquet"
+        self._reads_blocks = getattr(config, "order", "blocks") in ("blocks", "sequential") or not self._has_samples
         self._open: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by shard and thread
         self._blocks: OrderedDict[_Piece, Any] = OrderedDict()
+        self._used: Counter[_Piece] = Counter()  # samples of each block in `_blocks` that were read
+        self._shares: deque[float] = deque(maxlen=2 * WINDOW_BLOCKS)  # of the last blocks that were used
         self._indices = self._read_indices()
         counts = [index.num_samples for index in self._indices]
         self._starts = np.cumsum([0, *counts])
@@ -151,6 +156,8 @@ class Shards:
         for place, piece in enumerate(self._pieces(indices)):
             places.setdefault(piece, []).append(place)
         found = self._read(list(places))
+        if self._reads_blocks:
+            self._keep(found, places)
         samples: list[Any] = [None] * len(indices)
         for piece, its in places.items():
             for place, sample in zip(its, self._decoded(piece, found[piece], [indices[n] for n in its]), strict=True):
@@ -159,7 +166,7 @@ class Shards:
 
     def __getstate__(self) -> dict[str, Any]:
         # Loader processes open the files again.
-        return {**self.__dict__, "_open": OrderedDict(), "_blocks": OrderedDict()}
+        return {**self.__dict__, "_open": OrderedDict(), "_blocks": OrderedDict(), "_used": Counter()}
 
     def _pieces(self, indices: Sequence[int]) -> Iterator[_Piece]:
         """Yield for each sample the piece to read: its block, or the sample alone."""
@@ -184,14 +191,21 @@ class Shards:
             contents = list(map(self._read_part, count(), parts))
         for part, content in zip(parts, contents, strict=True):
             found.update(zip(part, content, strict=True))
-        if self._reads_blocks:
-            for piece in pieces:
-                self._blocks[piece] = found[piece]
-                self._blocks.move_to_end(piece)
-            # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
-            while len(self._blocks) > WINDOW_BLOCKS:
-                self._blocks.popitem(last=False)
         return found
+
+    def _keep(self, found: dict[_Piece, Any], places: dict[_Piece, list[int]]) -> None:
+        """Keep the blocks whose samples are read next, unless other processes read most of them."""
+        for piece, content in found.items():
+            self._blocks[piece] = content
+            self._blocks.move_to_end(piece)
+            self._used[piece] += len(places[piece])
+        # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
+        while len(self._blocks) > WINDOW_BLOCKS:
+            piece, _ = self._blocks.popitem(last=False)
+            self._shares.append(self._used.pop(piece) / (piece.stop - piece.first))
+        if self._has_samples and len(self._shares) == self._shares.maxlen and fmean(self._shares) < _WORTHWHILE:
+            self._reads_blocks = False
+            self._blocks.clear()
 
     def _read_part(self, thread: int, pieces: list[_Piece]) -> list[Any]:
         return [self._read_piece(piece, thread) for piece in pieces]
