@@ -26,6 +26,7 @@ from steadfast.config import (
     Config,
     DataConfig,
     HeldOut,
+    MixtureData,
     SamplesConfig,
     ScalingConfig,
     Target,
@@ -298,10 +299,12 @@ def _with_order(config: DataConfig, given: Order | Literal["shuffled", "sequenti
     """Return the section `data` with this order.
 
     Raises:
-        UsageError: the order is unknown.
+        UsageError: the order is unknown, or the data are a mixture.
     """
     if given is None:
         return config
+    if isinstance(config, MixtureData):
+        raise UsageError("order: a mixture has an order for each source, data.sources[N].order")
     if callable(given):
         return config.replace("order", Target.of_object("data.order", _name(given), given))
     # `replace` does not validate, so an unknown order would be found only when the data are read.

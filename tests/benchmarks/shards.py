@@ -182,7 +182,7 @@ def main() -> None:
         "ratio",
         "first batch with the index, s",
         "first batch, s",
-        "memory MB",
+        "memory MB of the main process",
     ]
     rows = [head]
     with tempfile.TemporaryDirectory(prefix="shards-", dir=".") as name, contextlib.ExitStack() as stack:

@@ -113,7 +113,7 @@ def test_shards_in_a_bucket_are_those_of_the_disk(
     assert proxy.num_requests - before < len(ids)
 
 
-def test_a_bucket_out_of_reach_is_told_as_such(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_out_of_reach_is_reported(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.data.shard_files.runs_root", lambda: tmp_path)
     monkeypatch.setattr("steadfast.data.shard_files._REPETITIONS", 1)
     write_shards(tmp_path / "data", "jsonl")
@@ -125,7 +125,7 @@ def test_a_bucket_out_of_reach_is_told_as_such(proxy: Proxy, tmp_path: Path, mon
     proxy.fault("drop", 2, "GET")
     dataset = build_dataset(config)  # the index is made at the second attempt
     proxy.fault("drop", 100, "GET")
-    with pytest.raises(DataError, match=r"sample 0 of 0\.jsonl cannot be read .* is the bucket reachable\?"):
+    with pytest.raises(DataError, match=r"samples 0 to 255 of 0\.jsonl cannot be read: .* is the bucket reachable\?"):
         dataset[0]
     proxy.faults.clear()
     assert dataset[0]["label"] == 0

@@ -36,7 +36,7 @@ HERE = "tests.dist.test_order"
 
 WEIGHTED = "data.order={target: 'tests.support.orders:Weighted'}"
 SOURCE = "{target: 'tests.support.small:Tokens', args: {num_samples: %d}, weight: %s}"
-# The second source has fewer samples than a batch has of it, and draws them by weights of their own.
+# The second source has fewer samples than one batch takes from it, and draws them by weights.
 FEW = f"{SOURCE[:-1] % (3, 0.5)}, order: {{target: 'tests.support.orders:Weighted'}}}}"
 MIXTURE = f"data={{kind: mixture, sources: [{SOURCE % (61, 0.5)}, {FEW}]}}"
 ORDERS = pytest.mark.parametrize(

@@ -12,7 +12,7 @@ class Weighted:
 
     def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
         weights = np.ones(num_samples)
-        weights[: num_samples // 10] = 9.0
+        weights[: max(1, num_samples // 10)] = 9.0
         total = np.cumsum(weights)
         drawn = uniform(seed, epoch, place) * total[-1]
         ids: Int64s = np.searchsorted(total, drawn, side="right")

@@ -13,6 +13,7 @@ import pytest
 from steadfast.analysis.audit import CounterExample, audit
 from steadfast.cli import main
 from steadfast.config import Config, parse_config
+from steadfast.data import build_dataset
 from steadfast.data.order import Extent, SampleOrder, build_order, samples_digest
 from steadfast.errors import ConfigError
 from steadfast.launch.resume import start_or_resume
@@ -39,14 +40,19 @@ class Written:
     """A run directory whose ledger and events are written as a run writes them."""
 
     def __init__(
-        self, folder: Path, text: str = RUN, num_samples: int = NUM_SAMPLES, sizes: tuple[int, ...] = ()
+        self,
+        folder: Path,
+        text: str = RUN,
+        num_samples: int = NUM_SAMPLES,
+        sizes: tuple[int, ...] = (),
+        extent: Extent | None = None,
     ) -> None:
         self.config: Config = parse_config(text)
         self.directory = RunDirectory(LocalStore(folder))
         self.directory.write_config(self.config)
         self.num_samples = num_samples
         self._sizes = sizes
-        self._extent = Extent(num_samples, None, tuple(map(Extent, sizes)))
+        self._extent = extent or Extent(num_samples, None, tuple(map(Extent, sizes)))
         self._order = build_order(self.config.data, self._extent, self.config.run.seed)
 
     def extend(self, epochs: int) -> None:
@@ -368,7 +374,7 @@ def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, caps
         parse_config(RUN.replace("target: 'tests.support.small:Tokens'", "path: gone, kind: tokens"))
     )
     assert main(0.0, ["audit", claimed]) == 2
-    assert "If the data are not available here, give their length: --samples N" in capsys.readouterr().err
+    assert "If the data are not available here, give the length of the dataset: --samples N" in capsys.readouterr().err
     assert main(0.0, ["audit", claimed, "--samples", "61", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 13
 
@@ -415,7 +421,49 @@ def test_a_source_that_a_function_orders_may_repeat_a_sample(
     written.started_with_sources()
     assert written.audit()["source_samples"] == (110, 55)
     assert main(0.0, ["audit", claimed_of(written), "--trust-code"]) == 0
-    assert "of its own, unless a function orders them" in capsys.readouterr().out
+    assert "of its own, except sources that a function orders" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("planted", "key"),
+    [
+        (
+            "{kind: text, source: other.txt, order: {target: 'os:system', args: {command: 'touch PLACE'}}}",
+            "1.order.target",
+        ),
+        ("{target: 'os:system', args: {command: 'touch PLACE'}, order: blocks}", "1.target"),
+    ],
+)
+def test_code_of_a_source_is_not_run_unless_the_command_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], planted: str, key: str
+) -> None:
+    written = Written(tmp_path, MIXTURE, sum(SIZES), SIZES)
+    written.attempt(1, 1, LAST)
+    written.started_with_sources()
+    uri = claimed_of(written)
+    text = MIXTURE.replace("{kind: text, source: other.txt}", planted.replace("PLACE", f"{tmp_path}/touched"))
+    written.directory.write_config(parse_config(text))
+    assert main(0.0, ["audit", uri]) == 2
+    said = capsys.readouterr().err
+    assert f"data.sources.{key} os:system: the run's config.yaml names this code" in said
+    assert "--samples" not in said
+    assert not (tmp_path / "touched").exists()
+
+
+class Blocks(list[int]):
+    blocks = np.arange(0, 21, 7)
+
+
+def in_blocks() -> Blocks:
+    return Blocks(range(21))
+
+
+def test_a_source_of_blocks_of_the_users_own_is_proved(tmp_path: Path) -> None:
+    own = "{target: 'tests.unit.test_analysis_audit:in_blocks', order: blocks}"
+    text = MIXTURE.replace("{kind: text, source: other.txt}", own).replace("{kind: text, weight", f"{own[:-1]}, weight")
+    written = Written(tmp_path, text, extent=Extent.of(build_dataset(parse_config(text).data)))
+    written.attempt(1, 1, 8)
+    assert main(0.0, ["audit", claimed_of(written), "--trust-code"]) == 0
 
 
 def test_a_source_that_repeats_a_sample_is_found(mixed: Written, monkeypatch: pytest.MonkeyPatch) -> None:

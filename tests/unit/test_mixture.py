@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from steadfast.config import MixtureData, TextSource, parse_config
 from steadfast.data import Extent, build_dataset, build_order
 from steadfast.data.mixture import Mixture, Turns
-from steadfast.data.order import MixtureOrder, SampleOrder
+from steadfast.data.order import MixtureOrder, OwnOrder, SampleOrder
 from steadfast.errors import ConfigError, DataError
 
 SIZES = (40, 7, 100)
@@ -123,6 +123,31 @@ def test_epochs_and_plain_samples_are_passed_on_to_the_sources() -> None:
     plain = both.without_augmentation()
     assert [plain[index] for index in range(len(plain))] == ["text", "plain"]
     assert not hasattr(Mixture([["text"]]), "set_epoch")
+
+
+def test_several_samples_are_read_by_the_sources_that_can() -> None:
+    class Several(list[str]):
+        is_augmented = False
+
+        def __getitems__(self, indices: list[int]) -> list[str]:
+            return [f"{self[index]} of {len(indices)}" for index in indices]
+
+    class Plain(list[str]):
+        is_augmented = False
+
+    mixed = Mixture([Several(["a", "b"]), Plain(["c"])])
+    assert mixed.__getitems__([1, 2, 0, 1]) == ["b of 3", "c", "a of 3", "b of 3"]
+    assert not mixed.is_augmented
+    assert Mixture([Several(["a"]), ["c"]]).is_augmented
+
+
+def test_an_order_function_gets_no_empty_array() -> None:
+    class Strict:
+        def __call__(self, seed: int, epoch: Any, place: Any, num_samples: int) -> Any:
+            return np.full(len(place), int(place[0]) * 0)
+
+    parts = [SampleOrder(40, 0.0, 1), OwnOrder(7, 0.0, 1, Strict(), "strict")]
+    assert len(MixtureOrder(parts, (19, 1), 1).train(np.arange(8))) == 8
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from steadfast.config import parse_config
 from steadfast.data import Extent, build_dataset, build_order, shard_files
 from steadfast.data.order import BlockOrder
 from steadfast.data.shard_files import Shards
-from steadfast.errors import DataError
+from steadfast.errors import ConfigError, DataError
 from steadfast.loop.worker_state import fingerprint
 from tests.support.shards import FIRST, KINDS, NUM_SAMPLES, add, values, write_shards
 
@@ -126,11 +127,12 @@ def test_a_resume_opens_the_shards_of_its_samples_alone(
         read.clear()
 
 
-@pytest.mark.parametrize(("num_readers", "most"), [(2, 2.1), (8, 2.5)])
+@pytest.mark.parametrize(("num_readers", "request_bytes", "most"), [(2, 64, 2.1), (8, 64, 2.5), (8, 2**18, 8.1)])
 def test_readers_of_a_bucket_share_its_samples(
-    tmp_path: Path, num_readers: int, most: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, num_readers: int, request_bytes: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each reads whole blocks only if it uses enough of them."""
+    """Each reads whole blocks only if it uses enough of them, or if blocks are small."""
+    monkeypatch.setattr("steadfast.data.shard_files._REQUEST_BYTES", request_bytes)
     write_shards(tmp_path / "data", "jsonl", tuple(range(0, 20_001, 2000)))
     monkeypatch.setattr("steadfast.data.shard_files._BLOCK_SAMPLES", 64)
     dataset = shards(tmp_path / "data", "jsonl")
@@ -142,6 +144,52 @@ def test_readers_of_a_bucket_share_its_samples(
         assert [sample["label"] for sample in dataset.__getitems__(batch.tolist())] == batch.tolist()
     num_read = sum(call.args[3] - call.args[2] for call in cut.call_args_list)
     assert num_read < most * ids.size
+    # Large blocks would cost more than requests, and small blocks less.
+    assert cut.call_count < 1.1 * ids.size
+    if request_bytes > 64:
+        assert cut.call_count < 1.1 * len(dataset.blocks)
+
+
+def test_samples_share_nothing_with_each_other_or_a_later_epoch(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    rows = [{"words": ["a", "b"], "tokens": [1, 2], "some": [1, None], "number": n, "maybe": None} for n in range(40)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data/0.parquet", row_group_size=10)
+    dataset = shards(tmp_path / "data", "parquet")
+    wanted = [3, 39, 3, 12, 25]
+    for _ in range(2):
+        samples = dataset.__getitems__(wanted)
+        assert [sample["number"] for sample in samples] == wanted
+        for sample in samples:
+            assert (sample["words"], list(sample["tokens"]), sample["some"]) == (["a", "b"], [1, 2], [1, None])
+            sample["words"].reverse()
+            sample["some"].clear()
+            sample["tokens"][:] = 0
+
+
+def test_memory_holds_the_blocks_of_a_window_and_a_few_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path / "data", "jsonl")
+    monkeypatch.setattr("steadfast.data.shard_files._BLOCK_SAMPLES", 1)
+    dataset = shards(tmp_path / "data", "jsonl")
+    held: list[int] = []
+    read = Shards._read
+
+    def counted(self: Shards, pieces: Any) -> Any:
+        held.append(len(self._blocks) + len(pieces))
+        return read(self, pieces)
+
+    monkeypatch.setattr(Shards, "_read", counted)
+    assert [sample["label"] for sample in dataset.__getitems__(range(0, 700, 7))] == list(range(0, 700, 7))
+    assert max(held) <= 16 + 4
+    assert len(dataset._taken) == len(dataset._blocks) == 16
+
+
+def test_a_missing_package_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    with tarfile.open(tmp_path / "data/0.tar", "w") as tar:
+        add(tar, "0.jpg", b"pixels")
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match=r"data\.kind: needs PIL: pip install 'steadfast\[vision\]'"):
+        shards(tmp_path / "data", "webdataset")[0]
 
 
 def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Prove from a run's ledger that the run used its planned samples.
 
 The proof covers each step once and each training sample once per epoch. It trains nothing and reads no samples: the
-samples of a step follow from the seed, the length of the dataset and `data.order`. An order function of the user is
-called to compute them. Such an order may read a sample several times in an epoch, so the audit does not check that.
+samples of a step follow from the seed, the length of the dataset and `data.order`, or the orders of a mixture's
+sources. An order function of the user is called to compute them. Such an order may read a sample several times in an
+epoch, so the audit does not check that.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def audit(directory: RunDirectory, config: Config, extent: Extent | int) -> Proo
     Raises:
         CounterExample: the ledger contradicts the plan.
         UsageError: the run has no steps yet.
-        ConfigError: `data.order` names code that cannot be loaded on this machine.
+        ConfigError: an order names code that cannot be loaded on this machine.
     """
     auditor = _Auditor(directory, config.run, config.data, config.batch.global_size, extent)
     for block in read_blocks(directory.store, STEPS):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from steadfast.commands.options import add_run_argument, add_trust_argument, check_trusted, run_on_cluster, take_storage
-from steadfast.config import Config, DataConfig, MixtureData, ShardsSource, Target
+from steadfast.config import Config, DataConfig, MixtureData, Target
 from steadfast.errors import DataError, UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading
 from steadfast.run.events import AttemptStarted
@@ -44,8 +44,9 @@ def run(options: Namespace) -> int:
         raise UsageError(f"{directory.uri} has no config.yaml, so the planned samples are unknown")
     with reading(directory):
         extent = _extent(directory, config, options)
-    # The audit calls an order function of the user, which is code that the run directory names.
-    check_trusted(options, config.targets(), ["data.order.target"])
+    # The audit calls order functions of the user, which are code that the run directory names.
+    targets = config.targets()
+    check_trusted(options, targets, [key for key in targets if key.endswith("order.target")])
     try:
         with reading(directory):
             found = audit(directory, config, extent).to_line()
@@ -71,7 +72,7 @@ def _extent(directory: RunDirectory, config: Config, options: Namespace) -> "Ext
 
     given: int | None = options.samples
     sources = getattr(config.data, "sources", ())
-    has_blocks = config.data.order == "blocks" or any(isinstance(source, ShardsSource) for source in sources)
+    has_blocks = any(section.order == "blocks" for section in (config.data, *sources))
     if given is not None:
         if not 1 <= given <= _MOST_SAMPLES:
             raise UsageError(f"--samples {given}: must be from 1 to {_MOST_SAMPLES}")
@@ -84,11 +85,14 @@ def _extent(directory: RunDirectory, config: Config, options: Namespace) -> "Ext
             extents = tuple(Extent(size) for size in sizes if size is not None)
             return Extent(sum(extent.num_samples for extent in extents), None, extents if sources else ())
     # A run of an earlier release, or a run before its first step, has no event with the length.
-    check_trusted(options, config.targets(), ["data.target"], ". Or give the length of the dataset: --samples N")
+    by_length = "" if has_blocks or sources else "give the length of the dataset: --samples N"
+    keys = ["data.target", *(f"data.sources.{number}.target" for number in range(len(sources)))]
+    check_trusted(options, config.targets(), keys, by_length and f". Or {by_length}")
     try:
         return Extent.of(build_dataset(config.data))
     except DataError as error:
-        raise UsageError(f"{error}. If the data are not available here, give their length: --samples N") from error
+        remedy = by_length and f". If the data are not available here, {by_length}"
+        raise UsageError(f"{error}{remedy}") from error
 
 
 def _table(directory: RunDirectory, data: DataConfig, found: dict[str, Any]) -> str:
@@ -100,7 +104,7 @@ def _table(directory: RunDirectory, data: DataConfig, found: dict[str, Any]) -> 
     if isinstance(data, MixtureData):
         once = "and each source with every sample of its own once in an epoch of its own"
         if any(isinstance(source.order, Target) for source in data.sources):
-            once += ", unless a function orders them"
+            once += ", except sources that a function orders"
     if isinstance(data.order, Target):
         once = f"read in the order of {data.order.target}"
     digests = f"{found['digests']} compared, all as planned"

@@ -139,11 +139,12 @@ def _write(options: Namespace, tokenizer: Any, end: int, dtype: str, out: Path) 
                         meter.tell(progress, read)
                 progress.file, progress.documents = progress.file + 1, 0
                 _record(file, progress, record)
-        record.unlink()
         if not progress.tokens:
             partial.unlink()
+            record.unlink()
             raise DataError(f"{', '.join(options.files)}: there is no text")
         partial.rename(out)
+        record.unlink()
     except OSError as error:
         raise StorageError(f"{partial}: {error}; the same command goes on from here") from error
     return progress.tokens

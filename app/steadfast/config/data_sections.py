@@ -265,7 +265,7 @@ class MixtureData(SamplesConfig, MixtureSource):
     """Samples of several sources, by weights."""
 
     order: Literal["shuffled"] = "shuffled"
-    """the sources take turns by their weights, each in an order of its own: `order` of a source"""
+    """always shuffled: the sources take turns by their weights. `order` of a source sets the order of its samples"""
     validation_fraction: Fraction = 0.1
     """share of each source's samples held out of training for validation, from 0 to below 1"""
 

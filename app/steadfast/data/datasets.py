@@ -76,6 +76,8 @@ class _TokenWindows:
         end_token: token that ends a document, or None.
     """
 
+    is_augmented = False
+
     def __init__(self, tokens: NDArray[Any], context_length: int, source: str, end_token: int | None = None) -> None:
         if len(tokens) <= context_length:
             needed = f"context_length {context_length} needs {context_length + 1}"

@@ -75,6 +75,7 @@ class Mixture:
     Attributes:
         sources: the sources' datasets.
         counts_vary: as in `Dataset`.
+        is_augmented: as in `Dataset`.
     """
 
     def __init__(self, sources: Sequence[Any]) -> None:
@@ -82,6 +83,7 @@ class Mixture:
         self._starts = [0, *accumulate(map(len, sources))]
         units = {getattr(source, "units_per_sample", 1) for source in sources}
         self.counts_vary = len(units) > 1 or any(getattr(source, "counts_vary", True) for source in sources)
+        self.is_augmented = any(getattr(source, "is_augmented", True) for source in sources)
         if len(units) == 1:
             (self.units_per_sample,) = units
         if any(hasattr(source, "set_epoch") for source in sources):
@@ -94,12 +96,28 @@ class Mixture:
         number = bisect_right(self._starts, index) - 1
         return self.sources[number][index - self._starts[number]]
 
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples."""
+        samples: list[Any] = [None] * len(indices)
+        numbers = [bisect_right(self._starts, index) - 1 for index in indices]
+        for number, source in enumerate(self.sources):
+            places = [place for place, its in enumerate(numbers) if its == number]
+            within = [indices[place] - self._starts[number] for place in places]
+            found = _several(source, within) if places else []
+            for place, sample in zip(places, found, strict=True):
+                samples[place] = sample
+        return samples
+
     def without_augmentation(self) -> "Mixture":
         return Mixture([_plain(source) for source in self.sources])
 
     def _set_epoch(self, epoch: int) -> None:
         for source in _having(self.sources, "set_epoch"):
             source.set_epoch(epoch)
+
+
+def _several(source: Any, indices: list[int]) -> Iterable[Any]:
+    return source.__getitems__(indices) if hasattr(source, "__getitems__") else map(source.__getitem__, indices)
 
 
 def _having(sources: Iterable[Any], name: str) -> list[Any]:

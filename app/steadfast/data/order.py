@@ -76,14 +76,14 @@ class Order(Protocol):
 
     A rule about whole batches (buckets of equal lengths, a curriculum by step) also follows from the position: with
     position = epoch * num_samples + place, the step is position // batch.global_size + 1, unless a run counted in
-    epochs was extended.
+    epochs was extended. This does not hold for a source of a mixture.
     """
 
     def __call__(self, seed: int, epoch: Int64s, place: Int64s, num_samples: int, /) -> Int64s:
         """Return the samples to read.
 
         Args:
-            seed: `run.seed`.
+            seed: `run.seed`; of a source of a mixture, a number of 64 bits that follows from it.
             epoch: int64 (n,), from 0. Neighbours may belong to different epochs.
             place: int64 (n,), in range(num_samples): the position within the epoch.
             num_samples: number of training samples. Held-out samples follow them in the dataset.
@@ -311,7 +311,8 @@ class MixtureOrder(SampleOrder):
         ids = np.empty_like(positions)
         for number, part in enumerate(self.parts):
             its = sources == number
-            ids[its] = self.starts[number] + part.train(turns[its])
+            if its.any():  # a function of the user may not take an empty array
+                ids[its] = self.starts[number] + part.train(turns[its])
         return ids
 
     def validation(self, positions: Int64s) -> Int64s:

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count, islice, pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -28,7 +27,7 @@ from steadfast.backoff import delays
 from steadfast.config import ShardsSource
 from steadfast.data.extras import import_extra
 from steadfast.data.order import WINDOW_BLOCKS
-from steadfast.errors import DataError
+from steadfast.errors import ConfigError, DataError
 from steadfast.run.directory import place_of_data, runs_root
 from steadfast.storage import arrow_filesystem, open_store
 
@@ -39,8 +38,8 @@ _SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "webdatas
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 2**22
 _BUFFER_BYTES = 2**20  # of a tar while its index is made
-_WORTHWHILE = 0.25  # share of a block's samples that a process reads; with less it reads single samples
-_REPETITIONS = 6
+_REQUEST_BYTES = 2**18  # a request takes about as long as reading so many bytes
+_REPETITIONS = 6  # attempts after the first one
 _THREADS = 4  # that read at the same time
 _OPEN_FILES = 64  # a process may have about a thousand files open
 _PROGRESS_S = 5.0
@@ -127,13 +126,14 @@ class Shards:
         files, self._folder = arrow_filesystem(store)
         self._is_local = files is None
         self._files = files or fs.LocalFileSystem()
-        # In other orders the next sample is rarely of the same block. Of Parquet only row groups can be read.
-        self._has_samples = config.kind != "parquet"
-        self._reads_blocks = getattr(config, "order", "blocks") in ("blocks", "sequential") or not self._has_samples
+        self._can_read_alone = config.kind != "parquet"  # single samples; of Parquet only row groups
+        # In other orders the next sample is rarely of the same block.
+        self._reads_blocks = getattr(config, "order", "blocks") in ("blocks", "sequential") or not self._can_read_alone
         self._open: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by shard and thread
         self._blocks: OrderedDict[_Piece, Any] = OrderedDict()
-        self._used: Counter[_Piece] = Counter()  # samples of each block in `_blocks` that were read
-        self._shares: deque[float] = deque(maxlen=2 * WINDOW_BLOCKS)  # of the last blocks that were used
+        self._taken: Counter[_Piece] = Counter()  # number of samples taken of each block in `_blocks`
+        # Of the last blocks that were dropped: bytes, samples, and samples taken.
+        self._dropped: deque[tuple[int, int, int]] = deque(maxlen=2 * WINDOW_BLOCKS)
         self._indices = self._read_indices()
         counts = [index.num_samples for index in self._indices]
         self._starts = np.cumsum([0, *counts])
@@ -152,21 +152,27 @@ class Shards:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples. A DataLoader calls this method too."""
-        places: dict[_Piece, list[int]] = {}  # in `indices`, of the samples of each piece
-        for place, piece in enumerate(self._pieces(indices)):
-            places.setdefault(piece, []).append(place)
-        found = self._read(list(places))
-        if self._reads_blocks:
-            self._keep(found, places)
+        wanted: dict[_Piece, list[int]] = {}  # for each piece, positions in `indices`
+        for position, piece in enumerate(self._pieces(indices)):
+            wanted.setdefault(piece, []).append(position)
+        # Blocks in memory come first, because reading other blocks may drop them.
+        pieces = sorted(wanted, key=lambda piece: (piece not in self._blocks, piece))
         samples: list[Any] = [None] * len(indices)
-        for piece, its in places.items():
-            for place, sample in zip(its, self._decoded(piece, found[piece], [indices[n] for n in its]), strict=True):
-                samples[place] = sample
+        # A few pieces at a time, because memory holds the blocks of the window besides.
+        for first in range(0, len(pieces), _THREADS):
+            found = self._read(pieces[first : first + _THREADS])
+            if self._reads_blocks:
+                self._keep({piece: (content, len(wanted[piece])) for piece, content in found.items()})
+            for piece, content in found.items():
+                positions = wanted[piece]
+                decoded = self._decoded(piece, content, [indices[position] for position in positions])
+                for position, sample in zip(positions, decoded, strict=True):
+                    samples[position] = sample
         return samples
 
     def __getstate__(self) -> dict[str, Any]:
         # Loader processes open the files again.
-        return {**self.__dict__, "_open": OrderedDict(), "_blocks": OrderedDict(), "_used": Counter()}
+        return {**self.__dict__, "_open": OrderedDict(), "_blocks": OrderedDict(), "_taken": Counter()}
 
     def _pieces(self, indices: Sequence[int]) -> Iterator[_Piece]:
         """Yield for each sample the piece to read: its block, or the sample alone."""
@@ -180,44 +186,52 @@ class Shards:
     def _read(self, pieces: list[_Piece]) -> dict[_Piece, Any]:
         """Return the content of each piece."""
         found = {piece: self._blocks[piece] for piece in pieces if piece in self._blocks}
-        missing = sorted(piece for piece in pieces if piece not in found)
+        missing = [piece for piece in pieces if piece not in found]
         # Arrow reads and decodes without Python's lock. Each thread has files of its own.
-        size = max(1, -(-len(missing) // _THREADS))
-        parts = [missing[first : first + size] for first in range(0, len(missing), size)]
-        if len(parts) > 1:
+        if len(missing) > 1:
             with ThreadPoolExecutor(_THREADS) as threads:
-                contents = list(threads.map(self._read_part, count(), parts))
+                contents = list(threads.map(self._read_piece, missing, count()))
         else:
-            contents = list(map(self._read_part, count(), parts))
-        for part, content in zip(parts, contents, strict=True):
-            found.update(zip(part, content, strict=True))
-        return found
+            contents = list(map(self._read_piece, missing, count()))
+        return found | dict(zip(missing, contents, strict=True))
 
-    def _keep(self, found: dict[_Piece, Any], places: dict[_Piece, list[int]]) -> None:
-        """Keep the blocks whose samples are read next, unless other processes read most of them."""
-        for piece, content in found.items():
+    def _keep(self, found: dict[_Piece, tuple[Any, int]]) -> None:
+        """Keep the newest blocks, or give up reading blocks if this process takes few samples of each.
+
+        Args:
+            found: content of each block, and the number of samples taken now.
+        """
+        for piece, (content, taken) in found.items():
             self._blocks[piece] = content
             self._blocks.move_to_end(piece)
-            self._used[piece] += len(places[piece])
+            self._taken[piece] += taken
         # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
         while len(self._blocks) > WINDOW_BLOCKS:
             piece, _ = self._blocks.popitem(last=False)
-            self._shares.append(self._used.pop(piece) / (piece.stop - piece.first))
-        if self._has_samples and len(self._shares) == self._shares.maxlen and fmean(self._shares) < _WORTHWHILE:
-            self._reads_blocks = False
-            self._blocks.clear()
+            self._dropped.append((self._num_bytes(piece), piece.stop - piece.first, self._taken.pop(piece)))
+        if self._can_read_alone and len(self._dropped) == self._dropped.maxlen:
+            num_bytes, num_samples, num_taken = map(sum, zip(*self._dropped, strict=True))
+            if num_bytes / num_taken > 2 * (num_bytes / num_samples + _REQUEST_BYTES):
+                self._reads_blocks = False
+                self._blocks.clear()
+                self._taken.clear()
 
-    def _read_part(self, thread: int, pieces: list[_Piece]) -> list[Any]:
-        return [self._read_piece(piece, thread) for piece in pieces]
+    def _num_bytes(self, piece: _Piece) -> int:
+        places, start = self._indices[piece.shard].places, int(self._starts[piece.shard])
+        return int(places[piece.stop - start] - places[piece.first - start]) if self._can_read_alone else 0
 
     def _read_piece(self, piece: _Piece, thread: int) -> Any:
         try:
             return self._repeated(lambda: self._read_once(piece, thread))
         except Exception as error:
-            self._refuse(piece.first, piece.shard, error)
+            start = int(self._starts[piece.shard])
+            name = f"samples {piece.first - start} to {piece.stop - 1 - start} of {self._names[piece.shard]}"
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not self._is_local:
+                raise DataError(f"{self._key}: {name} cannot be read: {self._unreachable(error)}") from error
+            self._refuse(name, error)
 
     def _repeated(self, read: Callable[[], Any]) -> Any:
-        """Read from a file, in a bucket several times, because a network fails now and then."""
+        """Call `read`, after an OSError of a bucket again, because a network fails now and then."""
         waits_s = islice(delays(0.2, 5.0, jitter=0.5), 0 if self._is_local else _REPETITIONS)
         while True:
             try:
@@ -245,31 +259,39 @@ class Shards:
         """Return samples of a piece."""
         try:
             return self._format.samples(content, [index - piece.first for index in indices])
+        except ConfigError:  # a package is missing
+            raise
         except Exception as error:
             if len(indices) > 1:
                 # One by one, so that the error names the sample.
                 return [sample for index in indices for sample in self._decoded(piece, content, [index])]
+            name = f"sample {indices[0] - int(self._starts[piece.shard])} of {self._names[piece.shard]}"
             if isinstance(error, DataError):
-                raise DataError(f"{self._key}: {self._name_of(indices[0], piece.shard)} {error}") from error
-            self._refuse(indices[0], piece.shard, error)
+                raise DataError(f"{self._key}: {name} {error}") from error
+            self._refuse(name, error)
 
-    def _refuse(self, index: int, shard: int, error: Exception) -> NoReturn:
-        what = f"{self._key}: {self._name_of(index, shard)} cannot be read ({error})"
-        if isinstance(error, OSError) and not self._is_local:
-            raise DataError(f"{what}, after {_REPETITIONS} more attempts; is the bucket reachable?") from error
+    def _refuse(self, name: str, error: Exception) -> NoReturn:
         raise DataError(
-            f"{what}; the file may have changed since its index was made: delete {_folder_of_indices()} and give the "
-            "command again"
+            f"{self._key}: {name} cannot be read ({error}); the file may have changed since its index was made: delete "
+            f"{_folder_of_indices()} and give the command again"
         ) from error
 
-    def _name_of(self, index: int, shard: int) -> str:
-        return f"sample {index - int(self._starts[shard])} of {self._names[shard]}"
+    def _unreachable(self, error: OSError) -> str:
+        if self._is_local:
+            return str(error)
+        return f"{error}, after {_REPETITIONS} more attempts; is the bucket reachable?"
 
     def _file(self, name: str) -> Any:
         return self._files.open_input_file(f"{self._folder}/{name}")
 
     def _read_indices(self) -> list[_Index]:
-        infos = self._files.get_file_info([f"{self._folder}/{name}" for name in self._names])
+        paths = [f"{self._folder}/{name}" for name in self._names]
+        try:
+            infos = self._repeated(lambda: self._files.get_file_info(paths))
+        except OSError as error:
+            raise DataError(
+                f"{self._key}.path: {self._config.path} cannot be read: {self._unreachable(error)}"
+            ) from error
         self._sizes = [info.size for info in infos]
         told_s = time.monotonic()
         found = []
@@ -299,7 +321,7 @@ class Shards:
         try:
             index: _Index = self._repeated(lambda: self._make_index(name))
         except OSError as error:
-            raise DataError(f"{self._key}: {name} cannot be read: {error}") from error
+            raise DataError(f"{self._key}: {name} cannot be read: {self._unreachable(error)}") from error
         place.parent.mkdir(parents=True, exist_ok=True)
         # Several workers of a machine may make the same index at the same time.
         new = place.with_suffix(f".{time.monotonic_ns()}.npz")
@@ -326,7 +348,7 @@ class _Parquet:
     def index(self, file: Any, name: str) -> _Index:
         try:
             metadata = parquet.ParquetFile(file).metadata
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise DataError(f"{self._key}: {name} is no whole Parquet file: {error}") from error
         schema = metadata.schema.to_arrow_schema()
         names = schema.names
@@ -350,7 +372,7 @@ class _Parquet:
 
     def samples(self, block: Any, numbers: list[int]) -> list[Any]:
         are_tuples, columns = block
-        rows = zip(*(_taken(values, numbers) for values in columns.values()), strict=True)
+        rows = zip(*(_of_rows(values, numbers) for values in columns.values()), strict=True)
         return list(rows) if are_tuples else [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -366,13 +388,15 @@ class _Lists:
         return self.numbers[self.ends[row] : self.ends[row + 1]].copy()
 
 
-def _taken(values: Any, rows: list[int]) -> Iterable[Any]:
-    """Return the values of rows, as copies of Arrow's memory."""
+def _of_rows(values: Any, rows: list[int]) -> Iterable[Any]:
+    """Return the values of rows. Nothing that a caller may change is shared."""
+    if isinstance(values, Array):
+        return [values[row].as_py() for row in rows]
     return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
 
 
 def _values(column: ChunkedArray) -> Any:
-    """Return a column's values by row: numbers of numpy, arrays, or Python's objects."""
+    """Return a column's values for `_of_rows`."""
     array: Array = column.combine_chunks()
     if isinstance(array, ChunkedArray):  # as pyarrow before 19 returns an empty column
         return array.to_pylist()
@@ -384,10 +408,10 @@ def _values(column: ChunkedArray) -> Any:
         of_type = array.type.to_pandas_dtype()
         return [None if value is None else of_type(value) for value in array.to_pylist()]
     if array.null_count or not _is_list(array.type):
-        return array.to_pylist()
+        return array
     numbers = array.values
     if not _is_number(numbers.type) or numbers.null_count:
-        return array.to_pylist()
+        return array
     if types.is_fixed_size_list(array.type):
         return numbers.to_numpy(zero_copy_only=False).reshape(len(array), array.type.list_size)
     ends = array.offsets.to_numpy().astype(np.int64)
@@ -469,7 +493,7 @@ class _WebDataset:
         except tarfile.TarError as error:
             raise DataError(f"{self._key}: {name} is no whole tar: {error}") from error
         # A tar ends with two blocks of zeros. The package `tarfile` takes a tar that was cut off for a shorter one.
-        buffered.seek(end)
+        buffered.seek(min(end, file.size()))
         if buffered.read(2 * tarfile.BLOCKSIZE) != bytes(2 * tarfile.BLOCKSIZE):
             raise DataError(f"{self._key}: {name} is no whole tar: its end is missing")
         return _index(np.array([*places, end] if places else [], np.int64))
@@ -532,7 +556,7 @@ def _cut(file: Any, index: _Index, first: int, stop: int) -> list[bytes]:
     file.seek(places[0])
     content = file.read(places[-1] - places[0])
     if len(content) != places[-1] - places[0]:
-        raise OSError("the file is shorter than its index")
+        raise ValueError("the file is shorter than its index")
     return [content[begin - places[0] : end - places[0]] for begin, end in pairwise(places)]
 
 
@@ -546,5 +570,5 @@ def _parts(name: str) -> tuple[str, str]:
 def _chosen(sample: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
     missing = [column for column in columns if column not in sample]
     if missing:
-        raise DataError(f"has no {', '.join(missing)}, which columns names; there are: {', '.join(sample)}")
+        raise DataError(f"has no {', '.join(missing)}, although `columns` lists it; there are: {', '.join(sample)}")
     return {column: sample[column] for column in columns} if columns else sample
