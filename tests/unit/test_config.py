@@ -397,15 +397,23 @@ def test_data_of_one_kind_are_validated_on_at_the_size_that_they_are_trained_at(
     assert parse_config(others, "x.yaml").data.validation == ValidationHuggingFace(path="b")
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_keys_in_a_section_that_is_overridden_too_are_kept(reverse: bool) -> None:
-    words = ["data={target: 'a:b'}", "data.validation.collate.target=x:y", "data.num_workers=3", "data.validation={}"]
-    data = parse_config("data: {kind: text}", overrides=words[::-1] if reverse else words).data
+def test_a_section_replaces_the_keys_given_before_it_and_keeps_those_after_it() -> None:
+    words = [
+        "data.context_length=32",
+        "data={target: 'a:b'}",
+        "data.validation.collate.target=x:y",
+        "data.num_workers=3",
+    ]
+    data = parse_config("data: {kind: text}", overrides=words).data
     assert isinstance(data, TargetData)
     assert data.num_workers == 3
     assert isinstance(data.validation, HeldOut)
     assert data.validation.collate is not None
-    words = ["model.target=m:M", "model.args={a: 1}", "model.args.x=2"]
-    model = parse_config("model: {kind: gpt}", overrides=words[::-1] if reverse else words).model
+    data = parse_config("data: {kind: text}", overrides=[*words, "data={kind: text}"]).data
+    assert isinstance(data, TextData)
+    assert (data.num_workers, data.validation) == ("auto", None)
+    model = parse_config(
+        "model: {kind: gpt}", overrides=["model.args={a: 1}", "model.args.x=2", "model.target=m:M"]
+    ).model
     assert isinstance(model, Target)
     assert model.args == {"a": 1, "x": 2}

@@ -238,14 +238,22 @@ def _refuse(what: str, place: Any) -> NoReturn:
 
 
 def _in_order(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides in an order in which none removes what another one sets."""
+    """Return the overrides in an order in which none removes what another one sets.
+
+    A whole section replaces the keys in it that were given before it.
+    """
+    keys = [override.partition("=")[0] for override in overrides]
+    kept = []
+    for number, override in enumerate(overrides):
+        if not any(keys[number].startswith(f"{later}.") for later in keys[number + 1 :]):
+            kept.append(override)
 
     def rank(override: str) -> tuple[int, bool]:
         key = override.partition("=")[0]
         # A whole section comes before the keys in it. A new kind removes the file's keys of the former kind.
         return key.count("."), not key.endswith((".kind", ".target"))
 
-    return sorted(overrides, key=rank)
+    return sorted(kept, key=rank)
 
 
 def _drop_former(section: dict[Any, Any], path: Keys, value: Any) -> None:
