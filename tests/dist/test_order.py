@@ -105,6 +105,7 @@ def test_text_images_and_rows_are_mixed_equally_over_changes_of_the_world(tmp_pa
     config = small(tmp_path, data, f"data.validation.collate.target={HERE}:as_tokens", f"parallel.kind={kind}")
     drill(config, worlds=[2, 1, 3], leave_after=[3, 2], stop_after=2, patch=import_operators)
     check_run(drill(config, worlds=[1], patch=import_operators), reference(config))
+    import_operators()
     directory = RunDirectory.of(config)
     total = 14 * 13
     found = audit(directory, config, Extent.of(build_dataset(config.data))).source_samples
