@@ -93,6 +93,7 @@ def test_shards_and_a_mixture_with_them_are_read_once_through_kills(tmp_path: Pa
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_text_images_and_rows_are_mixed_equally_over_changes_of_the_world(tmp_path: Path, kind: str) -> None:
+    import_operators()
     write_rows(tmp_path / "rows", "parquet")
     write_images(tmp_path / "images")
     sources = [
@@ -105,7 +106,6 @@ def test_text_images_and_rows_are_mixed_equally_over_changes_of_the_world(tmp_pa
     config = small(tmp_path, data, f"data.validation.collate.target={HERE}:as_tokens", f"parallel.kind={kind}")
     drill(config, worlds=[2, 1, 3], leave_after=[3, 2], stop_after=2, patch=import_operators)
     check_run(drill(config, worlds=[1], patch=import_operators), reference(config))
-    import_operators()
     directory = RunDirectory.of(config)
     total = 14 * 13
     found = audit(directory, config, Extent.of(build_dataset(config.data))).source_samples
