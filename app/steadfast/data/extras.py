@@ -20,7 +20,7 @@ def import_extra(module: str, extra: str, key: str) -> Any:
 
 
 def require_extra(module: str, extra: str, key: str) -> None:
-    """Check quickly that a package is installed, without importing it.
+    """Check quickly that a package is installed, without an import.
 
     Raises ConfigError as `import_extra` does.
     """

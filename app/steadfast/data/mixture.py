@@ -38,13 +38,13 @@ class Turns:
         self._weights = np.array(weights, np.int64)
 
     def __call__(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        """Return for each position its source, and how often the source has come before the position."""
+        """Return the source of each position, and the number of earlier turns of this source."""
         repeat, place = np.divmod(positions, self.period)
         sources = self._sources[place]
         return sources, repeat * self._weights[sources] + self._ranks[place]
 
     def position(self, source: int, turn: int) -> int:
-        """Return the position at which a source comes after it has come `turn` times."""
+        """Return the position of a source's turn; turns count from 0."""
         repeat, rank = divmod(turn, self.weights[source])
         return repeat * self.period + int(self._places[source][rank])
 

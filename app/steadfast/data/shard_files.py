@@ -1,7 +1,8 @@
-"""Samples in shards: Parquet files, JSON lines, and tars as WebDataset writes them.
+"""Samples in shards: Parquet files, JSON lines, and the tars of WebDataset.
 
-An index says where the samples of each shard lie, so samples can be read in any order. The index is made once, and kept
-where runs are stored. Samples are read in blocks: row groups of Parquet, or a few neighbouring samples.
+An index holds the position of each sample, so samples can be read in any order. The index is made once, and kept where
+runs are stored. Samples are read in blocks: row groups of Parquet, or a few neighbouring samples. A process that takes
+few samples of each block reads them alone.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ TUPLES = b"steadfast.tuples"  # metadata of a Parquet file whose samples are tup
 
 
 class _Index(NamedTuple):
-    """Where the samples of one shard lie.
+    """Positions of the samples of one shard.
 
     Attributes:
         places: where each sample begins, and where the last one ends, in bytes; of Parquet only the number of samples.
@@ -132,7 +133,7 @@ class Shards:
         self._open: OrderedDict[tuple[int, int], Any] = OrderedDict()  # by shard and thread
         self._blocks: OrderedDict[_Piece, Any] = OrderedDict()
         self._taken: Counter[_Piece] = Counter()  # number of samples taken of each block in `_blocks`
-        # Of the last blocks that were dropped: bytes, samples, and samples taken.
+        # Bytes, samples, and samples taken of each of the last dropped blocks; empty for Parquet.
         self._dropped: deque[tuple[int, int, int]] = deque(maxlen=2 * WINDOW_BLOCKS)
         self._indices = self._read_indices()
         counts = [index.num_samples for index in self._indices]
@@ -208,8 +209,10 @@ class Shards:
         # The samples of so many blocks are shuffled together. Fewer blocks would be read again and again.
         while len(self._blocks) > WINDOW_BLOCKS:
             piece, _ = self._blocks.popitem(last=False)
-            self._dropped.append((self._num_bytes(piece), piece.stop - piece.first, self._taken.pop(piece)))
-        if self._can_read_alone and len(self._dropped) == self._dropped.maxlen:
+            taken = self._taken.pop(piece)
+            if self._can_read_alone:
+                self._dropped.append((self._num_bytes(piece), piece.stop - piece.first, taken))
+        if len(self._dropped) == self._dropped.maxlen:
             num_bytes, num_samples, num_taken = map(sum, zip(*self._dropped, strict=True))
             if num_bytes / num_taken > 2 * (num_bytes / num_samples + _REQUEST_BYTES):
                 self._reads_blocks = False
@@ -218,7 +221,7 @@ class Shards:
 
     def _num_bytes(self, piece: _Piece) -> int:
         places, start = self._indices[piece.shard].places, int(self._starts[piece.shard])
-        return int(places[piece.stop - start] - places[piece.first - start]) if self._can_read_alone else 0
+        return int(places[piece.stop - start] - places[piece.first - start])
 
     def _read_piece(self, piece: _Piece, thread: int) -> Any:
         try:
@@ -277,7 +280,7 @@ class Shards:
         ) from error
 
     def _unreachable(self, error: OSError) -> str:
-        if self._is_local:
+        if self._is_local or isinstance(error, FileNotFoundError):
             return str(error)
         return f"{error}, after {_REPETITIONS} more attempts; is the bucket reachable?"
 
@@ -542,7 +545,7 @@ _formats: dict[str, Callable[[ShardsSource, str], _Format]] = {
 
 
 def _index(places: Int64s) -> _Index:
-    """Return the index of samples that follow each other; `places` is empty without samples."""
+    """Return the index of adjacent samples; `places` is empty without samples."""
     numbers = np.arange(max(0, len(places) - 1))
     # A block ends after so many samples, or after about so many bytes.
     begins = np.diff(numbers // _BLOCK_SAMPLES) + np.diff(places[:-1] // _BLOCK_BYTES) > 0

@@ -62,7 +62,7 @@ class _Writer:
         self._schema: pa.Schema | None = None
 
     def check(self, path: Path, samples: Iterator[Any]) -> None:
-        """Skip the samples of a shard that was written before. Raises DataError if the stream gives other samples."""
+        """Skip the samples of a shard that was written before. Raises DataError if the stream's samples differ."""
         found = parquet.ParquetFile(path)
         self._schema = self._schema or found.schema_arrow.remove_metadata()
         digest = hashlib.sha256()

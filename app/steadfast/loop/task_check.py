@@ -166,7 +166,7 @@ class _Trial:
             self._refuse(f"the loss of half of a batch of {self._num_rows} samples fails ({what})")
 
     def _exchange_halves(self) -> None:
-        """Check that a half of a batch does not change the other's loss.
+        """Check that one half of a batch does not change the loss of the other half.
 
         With half batches A, B, C and D, the batches AB and CD must have the same summed loss as the batches AD and CB.
         Equal seeds and shapes give equal random draws, so a random loss is comparable too.
