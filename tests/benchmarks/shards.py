@@ -29,6 +29,7 @@ from pyarrow import fs, parquet
 
 from steadfast.config import parse_config
 from steadfast.data import Extent, Loader, build_dataset, build_order
+from steadfast.data.batches import tensors_of
 from steadfast.plan import Microbatch
 from steadfast.storage import arrow_filesystem, open_store
 from tests.benchmarks.commands import end_on_sigterm
@@ -90,25 +91,22 @@ def plain_tar(file: pa.NativeFile) -> Iterator[int]:
                 images = []
 
 
-def batch_of_rows(samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]))
-
-
 def batch_of_files(samples: list[dict[str, bytes]]) -> torch.Tensor:
     return torch.stack([torch.frombuffer(bytearray(sample["bin"]), dtype=torch.uint8) for sample in samples])
 
 
 def by_the_loader(folder: str, kind: str, processes: int) -> Iterator[int]:
     """Read an epoch in the order of blocks, and yield the bytes of each batch."""
-    collate = "batch_of_rows" if kind == "parquet" else "batch_of_files"
-    words = f"kind: {kind}, path: '{folder}', collate: {{target: 'tests.benchmarks.shards:{collate}'}}"
+    words = f"kind: {kind}, path: '{folder}'"
+    if kind == "webdataset":  # bytes are no tensors
+        words += ", collate: {target: 'tests.benchmarks.shards:batch_of_files'}"
     data = parse_config(f"data: {{{words}, validation_fraction: 0, num_workers: {processes}}}").data
     dataset = build_dataset(data)
     order = build_order(data, Extent.of(dataset), 1)
     loader = Loader(dataset, order, data, torch.device("cpu"))
     batches = (Microbatch(1, 0, start, start + BATCH, 1) for start in range(0, order.num_train - BATCH, BATCH))
     for fetched in loader.steps(batches):
-        yield fetched.batch.nbytes
+        yield sum(tensor.nbytes for tensor in tensors_of(fetched.batch))
 
 
 def measure(read: Callable[[], Iterator[int]]) -> str:

@@ -13,17 +13,21 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
 from steadfast.config import parse_config
-from steadfast.data import Extent, build_dataset, build_order, shard_files
+from steadfast.data import Extent, Loader, build_dataset, build_order, shard_formats
+from steadfast.data.batches import Rows, stack, tensors_of
 from steadfast.data.order import BlockOrder
 from steadfast.data.shard_files import Shards
+from steadfast.data.shard_formats import TUPLES
 from steadfast.errors import ConfigError, DataError
 from steadfast.loop.worker_state import fingerprint
+from steadfast.plan import Microbatch
 from tests.support.shards import FIRST, KINDS, NUM_SAMPLES, add, values, write_shards
 
 
@@ -134,11 +138,11 @@ def test_readers_of_a_bucket_share_its_samples(
     """Each reads whole blocks only if it uses enough of them, or if blocks are small."""
     monkeypatch.setattr("steadfast.data.shard_files._REQUEST_BYTES", request_bytes)
     write_shards(tmp_path / "data", "jsonl", tuple(range(0, 20_001, 2000)))
-    monkeypatch.setattr("steadfast.data.shard_files._BLOCK_SAMPLES", 64)
+    monkeypatch.setattr("steadfast.data.shard_formats._BLOCK_SAMPLES", 64)
     dataset = shards(tmp_path / "data", "jsonl")
     order = build_order(parse_config("data: {kind: text, order: blocks}").data, Extent.of(dataset), seed=4)
-    cut = mock.Mock(wraps=shard_files._cut)
-    monkeypatch.setattr("steadfast.data.shard_files._cut", cut)
+    cut = mock.Mock(wraps=shard_formats._cut)
+    monkeypatch.setattr("steadfast.data.shard_formats._cut", cut)
     ids = order.train(np.arange(order.num_train)).reshape(-1, 8)[::num_readers]
     for batch in ids:
         assert [sample["label"] for sample in dataset.__getitems__(batch.tolist())] == batch.tolist()
@@ -168,7 +172,7 @@ def test_samples_share_nothing_with_each_other_or_a_later_epoch(tmp_path: Path) 
 
 def test_memory_holds_the_blocks_of_a_window_and_a_few_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards(tmp_path / "data", "jsonl")
-    monkeypatch.setattr("steadfast.data.shard_files._BLOCK_SAMPLES", 1)
+    monkeypatch.setattr("steadfast.data.shard_formats._BLOCK_SAMPLES", 1)
     dataset = shards(tmp_path / "data", "jsonl")
     held: list[int] = []
     read = Shards._read
@@ -226,6 +230,41 @@ def test_numbers_of_parquet_keep_their_types(tmp_path: Path) -> None:
     assert second["fixed"].tolist() == [3.0, 4.0]
     assert type(second["missing"]) is np.int64
     assert [first[name] for name in ("missing", "holes", "text")] == [None, [1, None], "a"]
+
+
+@pytest.mark.parametrize("are_tuples", [False, True])
+def test_columns_of_parquet_make_the_batch_that_their_samples_make(tmp_path: Path, are_tuples: bool) -> None:
+    (tmp_path / "data").mkdir()
+    columns = {
+        "tokens": pa.array([[row, -row] for row in range(300)], pa.list_(pa.int16())),
+        "half": pa.array(np.arange(300) / 2, pa.float32()),
+        "seen": pa.array([row % 3 == 0 for row in range(300)]),
+    }
+    table = pa.table(columns).replace_schema_metadata({TUPLES: b"1"} if are_tuples else None)
+    parquet.write_table(table, tmp_path / "data" / "0.parquet", row_group_size=100)
+    samples = shards(tmp_path / "data", "parquet").__getitems__([250, 7, 130, 8, 251])
+    assert isinstance(samples, Rows)  # else nothing is compared below
+    found, expected = (list(tensors_of(stack(each))) for each in (samples, list(samples)))
+    assert type(stack(samples)) is (tuple if are_tuples else dict)
+    assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert found[0].tolist() == [[250, -250], [7, -7], [130, -130], [8, -8], [251, -251]]
+
+
+def test_lists_of_other_lengths_in_another_row_group_are_told(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table = pa.table({"tokens": [[1, 2]] * 10 + [[1, 2, 3]] * 10})
+    parquet.write_table(table, tmp_path / "data" / "0.parquet", row_group_size=10)
+    data = parse_config(
+        f"data: {{kind: parquet, path: {tmp_path}/data, validation_fraction: 0, order: sequential}}"
+    ).data
+    dataset = build_dataset(data)
+    loader = Loader(dataset, build_order(data, Extent.of(dataset), 1), data, torch.device("cpu"))
+    loader.fetch(Microbatch(1, 0, 0, 4, 1))
+    for start in (8, 10):  # within a batch, and a batch of its own
+        with pytest.raises(DataError, match=r"sample 10 is \(tokens: int64 \(3,\)\), expected .*int64 \(2,\)"):
+            loader.fetch(Microbatch(1, 0, start, start + 4, 1))
 
 
 def test_images_of_a_tar_are_tensors(tmp_path: Path) -> None:

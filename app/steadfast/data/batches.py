@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -35,11 +36,67 @@ class Leaf(NamedTuple):
         return f"{self.name}: {kind} {self.shape}"
 
 
+class Rows(Sequence[Any]):
+    """Samples of equal layout, column by column.
+
+    Args:
+        columns: arrays (samples, *shape in the sample) by name, which the samples share with nobody else.
+        are_tuples: whether a sample is a tuple of the values, not a mapping.
+    """
+
+    def __init__(self, columns: dict[str, NDArray[Any]], are_tuples: bool) -> None:
+        self.columns = columns
+        self.are_tuples = are_tuples
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: Any, /) -> Any:
+        if self.are_tuples:
+            return tuple(values[index] for values in self.columns.values())
+        return {name: values[index] for name, values in self.columns.items()}
+
+    def stacked(self) -> Batch:
+        """Return the batch that `stack` makes of the samples."""
+        tensors = {name: torch.from_numpy(values) for name, values in self.columns.items()}
+        return tuple(tensors.values()) if self.are_tuples else tensors
+
+    def layout(self) -> Any:
+        """Return what two of these must have in common to be one."""
+        kinds = [(name, values.dtype, values.shape[1:]) for name, values in self.columns.items()]
+        return self.are_tuples, kinds
+
+
+def in_order(parts: Sequence[Sequence[Any]], positions: Sequence[Sequence[int]]) -> Sequence[Any]:
+    """Return the samples of all parts as one sequence.
+
+    Args:
+        parts: samples.
+        positions: for each part, where its samples come in the sequence.
+    """
+    rows = [part for part in parts if isinstance(part, Rows)]
+    if len(rows) == len(parts) and all(part.layout() == rows[0].layout() for part in rows):
+        order = np.concatenate(positions)
+        columns = {}
+        for name in rows[0].columns:
+            values = np.concatenate([part.columns[name] for part in rows])
+            columns[name] = np.empty_like(values)
+            columns[name][order] = values
+        return Rows(columns, rows[0].are_tuples)
+    samples: list[Any] = [None] * sum(map(len, parts))
+    for part, places in zip(parts, positions, strict=True):
+        for place, sample in zip(places, part, strict=True):
+            samples[place] = sample
+    return samples
+
+
 def stack(samples: Sequence[Any]) -> Batch:
     """Stack samples to one batch in the same containers.
 
     Values that are no numbers become a list.
     """
+    if isinstance(samples, Rows):
+        return samples.stacked()
     first = samples[0]
     if isinstance(first, Mapping):
         stacked = {}

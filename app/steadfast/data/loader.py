@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from steadfast.config import DataConfig, LoaderConfig
-from steadfast.data.batches import Batch, Leaf, convert, layout_of, stack, tensors_of
+from steadfast.data.batches import Batch, Leaf, Rows, convert, layout_of, stack, tensors_of
 from steadfast.data.copies import StreamCopies
 from steadfast.data.datasets import Collate, Dataset, build_collate, build_validation
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, sample_keys
@@ -229,7 +229,7 @@ class _Microbatches:
         self._set_epoch: Callable[[int], object] | None = getattr(dataset, "set_epoch", None)
         self._read_batch: Callable[[Int64s], Batch] | None = getattr(dataset, "read_batch", None)
         self._is_augmented: bool = getattr(dataset, "is_augmented", True)
-        self._read_samples: Callable[[list[int]], list[Any]] | None = None
+        self._read_samples: Callable[[list[int]], Sequence[Any]] | None = None
         if not self._is_augmented and self._set_epoch is None:
             self._read_samples = getattr(dataset, "__getitems__", None)
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, ids and keys
@@ -289,16 +289,16 @@ class _Microbatches:
 
     def _read(self, start: int, ids: list[int], keys: list[int]) -> Batch:
         """Read samples, from a position on, and make a batch."""
-        samples: list[Any] = []
+        samples: Sequence[Any]
         if self._read_samples is not None:
             samples = self._read_samples(ids)
         else:
-            for position, (index, key) in enumerate(zip(ids, keys, strict=True), start):
-                samples.append(self._sample(position, index, key))
+            positions = range(start, start + len(ids))
+            samples = list(map(self._sample, positions, ids, keys))
         if self._collate is not None:
             # `collate` may draw random numbers, for masking for example; they are keyed by the batch's first sample.
             with own_randomness(keys[0]):
-                return self._collate(samples)
+                return self._collate(list(samples))
         self._check_layout(ids, samples)
         return stack(samples)
 
@@ -310,7 +310,9 @@ class _Microbatches:
         with own_randomness(key):
             return self._dataset[index]
 
-    def _check_layout(self, ids: list[int], samples: list[Any]) -> None:
+    def _check_layout(self, ids: list[int], samples: Sequence[Any]) -> None:
+        if isinstance(samples, Rows):  # of one layout
+            ids, samples = ids[:1], [samples[0]]
         for index, sample in zip(ids, samples, strict=True):
             layout = layout_of(sample)
             if layout == self._layout:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from steadfast.data.shard_files import TUPLES
+from steadfast.data.shard_formats import TUPLES
 from steadfast.errors import DataError, StorageError
 
 _GROUP_ROWS = 1000
