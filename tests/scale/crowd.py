@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +20,12 @@ from steadfast.orchestration.messages import FailureReport, Member, WorldAssignm
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import Failure
 from steadfast.storage import LocalStore
+from steadfast.world.timeouts import Timeouts
 from tests.scale.server import receive, send
 
 PER_NODE = 8
 SWITCH = 64  # workers behind one switch
 _ROOT = Path(__file__).parents[2]
-_BEAT_S = 0.5
 _SLICES = 25  # parts of the workers whose heartbeats are sent together
 _QUIET_S = 2.0  # time in which nothing happens, to learn what a heartbeat costs
 _START_S = 60.0
@@ -44,6 +43,7 @@ class Figures:
     attempts: int  # worlds that have formed meanwhile
     size: int  # of the last of them
     failed: int  # attempts that have failures so far
+    beats_cores: float  # cores that heartbeats take
 
 
 class Spent(NamedTuple):
@@ -75,12 +75,6 @@ class Worker:
         return Member(self.name, None, self.node, ("127.0.0.1", 20000))
 
 
-@lru_cache(maxsize=2)  # thousands of workers get one line, with all of their names
-def _parsed(line: bytes) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(line)
-    return message
-
-
 class Crowd:
     """A coordinator in a process of its own, and `n` workers in this one."""
 
@@ -95,6 +89,7 @@ class Crowd:
         self._step = 0
         self._num_beats = 0
         self._beat_s = 0.0  # CPU seconds of the coordinator for one heartbeat
+        self._interval_s = Timeouts().heartbeat_of(n)
         self._names = itertools.count()
         self.workers = self._new(n)
 
@@ -187,7 +182,7 @@ class Crowd:
             with contextlib.closing(writer):
                 while line := await reader.readline():
                     if line.strip():
-                        self._obey(worker, _parsed(line))
+                        self._obey(worker, json.loads(line))
         worker.writer = None
 
     def _obey(self, worker: Worker, message: dict[str, Any]) -> None:
@@ -217,7 +212,7 @@ class Crowd:
         if isinstance(answer, str):
             self._do(self._leave(worker))
             return
-        worker.place, worker.placed_s = WorldAssignment.of_line(answer, worker.name), time.monotonic()
+        worker.place, worker.placed_s = WorldAssignment.of_line(answer), time.monotonic()
 
     async def _leave(self, worker: Worker) -> None:
         await self._call("leave", worker.name)
@@ -236,7 +231,7 @@ class Crowd:
                 progress |= {"step": self._step, "phase": "forward", "seconds": 0.1, "limit_s": 60.0, "spent_s": spent}
                 worker.writer.write(json.dumps({"progress": progress, "stretch": 1.0}).encode() + b"\n")
                 self._num_beats += 1
-            due_s = max(due_s + _BEAT_S / _SLICES, time.monotonic() - _BEAT_S)
+            due_s = max(due_s + self._interval_s / _SLICES, time.monotonic() - self._interval_s)
             await asyncio.sleep(due_s - time.monotonic())
 
     # Measurement and calls.
@@ -268,6 +263,7 @@ class Crowd:
             attempts=spent.attempt - began.attempt,
             size=self.workers[0].place.size if self.workers[0].place else 0,
             failed=len({failure.attempt for failure in failures}),
+            beats_cores=round(self._beat_s * self._n / self._interval_s, 4),
         )
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -99,12 +99,12 @@ def takeover(n: int) -> float:
     members = tuple(names_of(n))
 
     async def come() -> None:
-        succession = Succession(Timeouts(), expected=True)
+        succession = Succession(Timeouts(), expected=True, world=members)
         calls = [asyncio.ensure_future(succession.wait(name)) for name in members]
         for rank, name in enumerate(members):
             if rank == n - 1:
                 await asyncio.sleep(0.12)  # the calls wait for the last one
-            succession.came(name, WorldAssignment(rank, n, 1, ("", 0), Amendments(), members))
+            succession.came(name, WorldAssignment(rank, n, 1, ("", 0), Amendments()))
         assert sum(await asyncio.gather(*calls)) == 1
 
     return _spent_s(asyncio.run, come())

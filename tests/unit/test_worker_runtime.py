@@ -115,12 +115,12 @@ def test_all_ranks_report_the_member_that_computes_wrongly_and_it_alone_leaves(
     runtime._coordinator = coordinator
     runtime._attempt = 4
     runtime._member = Member("abc"[rank], None, "node")
-    runtime._place = WorldAssignment(rank, 3, 4, ("", 0), Amendments(), ("a", "b", "c"))
+    runtime._place = WorldAssignment(rank, 3, 4, ("", 0), Amendments())
     runtime.leave_reason = Leave.RUN_ENDED
     runtime.failed(6, Corrupted(1, 0, "step 7: rank 1 (host n, cpu) computes wrongly: ..."))
     ((member, report),) = coordinator.told
     assert (member, report.kind, report.attempt, report.step) == ("abc"[rank], "corruption", 4, 6)
-    assert (report.corrupted, report.message) == ("b", "step 7: rank 1 (host n, cpu) computes wrongly: ...")
+    assert (report.corrupted, report.message) == (1, "step 7: rank 1 (host n, cpu) computes wrongly: ...")
     assert (runtime.leave_reason is Leave.RELEASED) == leaves
 
 
@@ -157,12 +157,12 @@ def test_the_command_to_abort_reaches_a_world_that_still_forms(monkeypatch: pyte
     monkeypatch.setattr(worker_runtime, "form_world", form)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setattr(dist, "TCPStore", Mock())
-        place = WorldAssignment(0, 2, 4, listener.getsockname(), Amendments(), ("a", "b"))
+        place = WorldAssignment(0, 2, 4, listener.getsockname(), Amendments())
         runtime._form(place)
     assert seen == [is_early, True]
 
 
-WORLD = {"attempt": 5, "store": ["host", 1], "amendments": Amendments().to_line(), "members": ["b", "a"]}
+WORLD = {"rank": 1, "size": 2, "attempt": 5, "store": ["host", 1], "amendments": Amendments().to_line()}
 
 
 @pytest.fixture
@@ -175,6 +175,7 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> worker_runtime.RayRuntime:
     runtime._world, runtime._store, runtime._aborted = None, None, threading.Event()
     runtime._asking, runtime._answers = None, SimpleQueue()
     runtime._coordinator, runtime._host = Mock(), "host"
+    runtime._heartbeats = Mock(ended=False)
     return runtime
 
 
@@ -188,7 +189,7 @@ def test_a_worker_waits_for_the_answer_to_its_question_and_takes_no_other(asking
 
     asking._hear_answer(WORLD)  # nothing was asked
     asking._coordinator.ask.remote = answer
-    place = WorldAssignment(1, 2, 5, ("host", 1), Amendments(), ("b", "a"))
+    place = WorldAssignment(1, 2, 5, ("host", 1), Amendments())
     assert asking._ask(asking._member) == asking._place == place
     assert asking._answers.empty()
 

@@ -106,7 +106,7 @@ class Coordinator:
         self._dead: dict[str, str] = {}
         # Members without a world. Their call to `join` waits for this future.
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
-        self._placed = (0, b"")  # the newest attempt whose members have their answer, and the line of that answer
+        self._placed = 0  # the newest attempt whose members have their answer
         self._running = 0  # number of the current attempt, 0 between two attempts
         self._ended: set[int] = set()  # attempts that a former coordinator has seen end
         # Set when the reason to end the current attempt is known. Errors that members report later are consequences.
@@ -151,22 +151,14 @@ class Coordinator:
         if member.name in self._waiting:
             self.members[member.name] = member
             return
-        placed, line = self._placed
-        if attempt >= placed or self.membership.rank_of(member.name) is None:
-            try:
-                answer = await self.join(member)
-            except Exception:  # the worker waits, and would never know
-                self.give_up(traceback.format_exc(), FailureKind.EXCEPTION)
-                answer = Leave.RUN_ENDED
-            line = self._line_of(answer)
-        self.heartbeats.answer(member.name, line)
-
-    def _line_of(self, answer: Answer) -> bytes:
-        if isinstance(answer, Leave):
-            return answer_line(answer)
-        if answer.attempt != self._placed[0]:
-            self._placed = answer.attempt, answer_line(answer.to_line())
-        return self._placed[1]
+        if attempt < self._placed and self.membership.rank_of(member.name) is not None:
+            return
+        try:
+            answer = await self.join(member)
+        except Exception:  # the worker waits, and would never know
+            self.give_up(traceback.format_exc(), FailureKind.EXCEPTION)
+            answer = Leave.RUN_ENDED
+        self.heartbeats.answer(member.name, answer_line(answer if isinstance(answer, Leave) else answer.to_line()))
 
     async def join(self, member: Member) -> Answer:
         """Return the worker's place in the next world.
@@ -230,7 +222,7 @@ class Coordinator:
 
     async def _form(self, names: tuple[str, ...]) -> None:
         self._end_attempt("all workers lost")
-        attempt = await self._next_attempt()
+        attempt = await self._next_attempt(names)
         if attempt is None or self.over:
             return
         if names != self.membership.world:  # a member was lost while the coordinator waited for storage
@@ -238,21 +230,21 @@ class Coordinator:
                 self.membership.join(name, time.monotonic(), self.members[name].node)
             self.reconcile()
             return
-        self._running = attempt
+        self._running = self._placed = attempt
         self._doomed = asyncio.Event()
         self.heartbeats.expect(names)
         store = self.members[names[0]].store
         for rank, name in enumerate(names):
-            place = WorldAssignment(rank, len(names), attempt, store, self._amendments, names)
+            place = WorldAssignment(rank, len(names), attempt, store, self._amendments)
             self._waiting.pop(name).set_result(place)
         self.reconcile()  # a worker may have joined meanwhile
 
-    async def _next_attempt(self) -> int | None:
+    async def _next_attempt(self, world: tuple[str, ...]) -> int | None:
         # Storage counts the attempts and refuses commits of a former attempt. So no world forms without a number.
         told = False
         while not self.over:
             try:
-                return await asyncio.to_thread(self._ownership.next_attempt)
+                return await asyncio.to_thread(self._ownership.next_attempt, world)
             except OSError as error:
                 if not told:
                     self.record(events.Notice(text=f"no world can form until storage can be written: {error}"))
@@ -470,7 +462,7 @@ class Coordinator:
                 self._charge_communication(member, report)
             case FailureKind.CORRUPTION:
                 cause = "corruption"
-                self._expel(report.corrupted, report.step)
+                self._expel(report)
             case FailureKind.SMALLER:
                 cause = "out of memory"
                 self._shrink(member, report)
@@ -508,10 +500,13 @@ class Coordinator:
             shrunk = events.ForwardsShrunk(step=report.step + 1, forward_size=size, error=report.message, rank=rank)
             self.record(shrunk)
 
-    def _expel(self, name: str, step: int) -> None:
-        # All members report the corruption. The first report counts.
-        if name in self.members and name not in self._dead:
-            self.lose(name, f"computed wrongly in step {step + 1}", FailureKind.CORRUPTION)
+    def _expel(self, report: FailureReport) -> None:
+        # All members report the corruption. The first report counts, because the rank is of nobody afterwards.
+        if report.attempt != self._ownership.attempt:
+            return
+        for name in list(self.members):
+            if self.membership.rank_of(name) == report.corrupted:
+                self.lose(name, f"computed wrongly in step {report.step + 1}", FailureKind.CORRUPTION)
 
     def _charge_communication(self, member: str, report: FailureReport) -> None:
         self.record(self._failure(member, report))
@@ -661,7 +656,7 @@ class Coordinator:
         except OSError:
             unknown = True
         begun = unknown or self._ownership.attempt > claimed
-        return Succession(self._timeouts, expected=begun and not self.over)
+        return Succession(self._timeouts, begun and not self.over, () if unknown else self._ownership.world)
 
     def _learn(self, event: Event) -> None:
         self._observe(event)
@@ -711,9 +706,8 @@ class Coordinator:
 
     def _take_over(self, former: Succession) -> None:
         place = former.newest
-        names: tuple[str, ...] = ()
+        names = former.world()
         if place is not None:
-            names = place.members
             self._amendments = self._amendments.leaving_out(place.amendments.skip)
             # If storage counts a newer attempt, no member has received an assignment to that attempt.
             if place.attempt >= self._ownership.attempt and place.attempt not in self._ended:

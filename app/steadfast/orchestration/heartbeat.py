@@ -22,7 +22,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,7 +33,8 @@ from steadfast.world.timeouts import Timeouts
 
 Message = dict[str, Any]
 _LONGEST_LINE_BYTES = 2**20  # the longest message holds the stacks of a process
-_CHUNK_BYTES = 2**12  # the server buffers at most twice this for a connection
+_LONGEST_INTRODUCTION_BYTES = 2**12
+_CHUNK_BYTES = 2**12  # that a worker receives at once
 _NAME = re.compile("[0-9a-f]{1,8}")  # strict, because the name becomes part of a file's name
 _STRANGERS = 128  # limit of connections without an introduction; a further one replaces the oldest
 _HELLO_S = 10.0  # time for a new connection to introduce itself
@@ -74,13 +75,60 @@ class Silence:
     stretch: float  # factor for time limits, from the load of this machine
 
 
-@dataclass
-class _Peer:
-    writer: asyncio.StreamWriter
-    silent_s: float = 0.0
-    acknowledged_s: float = 0.0  # time of the last acknowledgment
-    unanswered_s: float = 0.0  # time for which the worker's machine has not acknowledged all data
-    lost: str = ""  # reason why the worker is declared dead
+class _Connection(asyncio.BufferedProtocol):
+    """Connection to a worker, or to a stranger that has not introduced itself."""
+
+    # Each connection empties the buffer at once, so all connections share one.
+    _buffer = memoryview(bytearray(2**16))
+    transport: asyncio.Transport
+
+    def __init__(self, server: "HeartbeatServer") -> None:
+        self._server = server
+        self._unread = b""
+        self.challenge = secrets.token_hex(16)
+        self.name = ""  # of the worker, "" for a stranger
+        self.silent_s = 0.0
+        self.acknowledged_s = 0.0  # time of the last acknowledgment
+        self.unanswered_s = 0.0  # time for which the worker's machine has not acknowledged all data
+        self.lost = ""  # reason why the worker is declared dead
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.transport.write(f"{self.challenge}\n".encode())
+        self._server.greet(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        *lines, self._unread = (self._unread + self._buffer[:nbytes]).split(b"\n")
+        for line in lines:
+            if self.transport.is_closing():
+                return
+            if self.name:
+                self._receive(line)
+            else:
+                self._server.introduce(self, line)
+        longest = _LONGEST_LINE_BYTES if self.name else _LONGEST_INTRODUCTION_BYTES
+        if len(self._unread) > longest:
+            self._refuse(ValueError(f"more than {longest} bytes in a line"))
+
+    def _receive(self, line: bytes) -> None:
+        self.silent_s = 0.0
+        try:
+            self._server.hear(self, json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        self.lost = self.lost or f"the worker sent no valid message: {error!r:.200}"
+        self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        # A process that is killed may leave data unread, and its kernel then resets the connection.
+        cause = str(error) if error and not isinstance(error, ConnectionResetError) else CONNECTION_CLOSED
+        self._server.ended(self, self.lost or cause)
 
 
 class HeartbeatServer:
@@ -111,16 +159,16 @@ class HeartbeatServer:
         self._secret = secrets.token_hex(16)
         self._admitted: set[str] = set()
         # Connection without an introduction -> its age in seconds, oldest first.
-        self._strangers: dict[asyncio.StreamWriter, float] = {}
-        self._peers: dict[str, _Peer] = {}
-        # Newest answer to each worker, which a worker also receives when it connects. The line of a world is the same
-        # object for all its members.
+        self._strangers: dict[_Connection, float] = {}
+        self._peers: dict[str, _Connection] = {}
+        # Newest answer to each worker, which a worker also receives when it connects.
         self._answers: dict[str, bytes] = {}
         self._in_world: set[str] = set()
 
     async def listen(self, host: str) -> int:
         """Listen for workers on one address of this machine. Return the port."""
-        self._server = await asyncio.start_server(self._serve, host, 0, limit=_CHUNK_BYTES, backlog=_BACKLOG)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), host, 0, backlog=_BACKLOG)
         self._watching = asyncio.ensure_future(self._watch())
         port: int = self._server.sockets[0].getsockname()[1]
         return port
@@ -142,14 +190,14 @@ class HeartbeatServer:
             return
         self.commands = commands
         for peer in self._peers.values():
-            peer.writer.write(_line_of(commands))
+            peer.transport.write(_line_of(commands))
 
     def answer(self, name: str, line: bytes) -> None:
         """Send a worker a line of `answer_line`. A worker that is lost meanwhile gets no answer."""
         if name in self._admitted:
             self._answers[name] = line
             if peer := self._peers.get(name):
-                peer.writer.write(line)
+                peer.transport.write(line)
 
     def expect(self, names: Iterable[str]) -> None:
         """Apply the short limit `silence_s` to these workers.
@@ -158,69 +206,51 @@ class HeartbeatServer:
         """
         self._in_world.update(names)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            name = await self._greet(reader, writer)
-            if name is not None:
-                await self._follow(name, reader, writer)
-        finally:
-            writer.close()
+    # Calls of the connections.
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-        """Return the worker's name; None if the introduction is wrong."""
+    def greet(self, stranger: _Connection) -> None:
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.transport.abort()
-        self._strangers[writer] = 0.0
-        challenge = secrets.token_hex(16)
-        try:
-            writer.write(f"{challenge}\n".encode())
-            words = (await reader.readuntil()).decode().split()
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError):
-            return None
-        finally:
-            self._strangers.pop(writer, None)
+        self._strangers[stranger] = 0.0
+
+    def introduce(self, stranger: _Connection, line: bytes) -> None:
+        """Make a stranger a worker, or end the connection if the introduction is wrong."""
+        self._strangers.pop(stranger, None)
+        words = line.decode(errors="replace").split()
         if len(words) != 2 or words[0] not in self._admitted:
-            return None
+            stranger.transport.abort()
+            return
         name, proof = words
         # compare_digest raises TypeError for strings that are not ASCII, so it compares bytes.
-        if hmac.compare_digest(proof.encode(), _proof(self._secret, challenge, name).encode()):
-            return name
-        return None
-
-    async def _follow(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Receive a worker's messages until its connection ends."""
+        if not hmac.compare_digest(proof.encode(), _proof(self._secret, stranger.challenge, name).encode()):
+            stranger.transport.abort()
+            return
+        stranger.name = name
         former = self._peers.get(name)
-        peer = self._peers[name] = _Peer(writer)
+        self._peers[name] = stranger
         if former is not None:
-            former.writer.transport.abort()
-        writer.write(_line_of(self.commands) + self._answers.get(name, b""))
-        cause = CONNECTION_CLOSED
-        try:
-            async for line in _lines(reader):
-                peer.silent_s = 0.0
-                self._on_message(name, json.loads(line))
-                self._acknowledge(peer)
-        except ConnectionResetError:
-            pass  # a process that is killed may leave data unread, and its kernel then resets the connection
-        except OSError as error:
-            cause = str(error)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            cause = f"the worker sent no valid message: {error!r:.200}"
-        if self._peers.get(name) is peer:  # otherwise the worker has connected again
-            del self._peers[name]
-            self._in_world.discard(name)
-            self._admitted.discard(name)
-            self._answers.pop(name, None)
-            self._on_lost(name, peer.lost or cause)
+            former.transport.abort()
+        stranger.transport.write(_line_of(self.commands) + self._answers.get(name, b""))
 
-    def _acknowledge(self, peer: _Peer) -> None:
+    def hear(self, peer: _Connection, message: Message) -> None:
+        self._on_message(peer.name, message)
         # A worker needs a sign of life much more rarely than it sends one, and each write is a system call.
         now_s = time.monotonic()
         if now_s - peer.acknowledged_s >= self._timeouts.acknowledge_s:
             peer.acknowledged_s = now_s
-            peer.writer.write(b"\n")
+            peer.transport.write(b"\n")
+
+    def ended(self, connection: _Connection, cause: str) -> None:
+        self._strangers.pop(connection, None)
+        name = connection.name
+        if name and self._peers.get(name) is connection:  # otherwise the worker has connected again
+            del self._peers[name]
+            self._in_world.discard(name)
+            self._admitted.discard(name)
+            self._answers.pop(name, None)
+            self._on_lost(name, cause)
 
     async def _watch(self) -> None:
         # Silence is counted in checks of this loop. If this process was stopped, or blocked its event loop, that time
@@ -230,25 +260,26 @@ class HeartbeatServer:
             lateness.begin()
             await asyncio.sleep(lateness.interval_s)
             watched_s, gap = lateness.woke()
-            for writer in list(self._strangers):
-                self._strangers[writer] += watched_s
-                if self._strangers[writer] > _HELLO_S:
-                    writer.transport.abort()
+            for stranger in list(self._strangers):
+                self._strangers[stranger] += watched_s
+                if self._strangers[stranger] > _HELLO_S:
+                    stranger.transport.abort()
+            late_s = 1.5 * self._timeouts.heartbeat_of(len(self._peers))
             for peer in self._peers.values():
                 peer.silent_s = 0.0 if gap else peer.silent_s + watched_s
-                self._probe(peer, watched_s)
+                self._probe(peer, watched_s, late_s)
             self._judge(lateness.stretch)
 
-    def _probe(self, peer: _Peer, watched_s: float) -> None:
+    def _probe(self, peer: _Connection, watched_s: float, late_s: float) -> None:
         # The kernel of a machine acknowledges data even for a stopped process. A machine without power or network does
         # not. So a silent worker's machine gets a byte to acknowledge.
-        if peer.silent_s < 1.5 * self._timeouts.heartbeat_s:
+        if peer.silent_s < late_s:
             peer.unanswered_s = 0.0
-        elif _num_unanswered_bytes(peer.writer):
+        elif _num_unanswered_bytes(peer.transport):
             peer.unanswered_s += watched_s
         else:
             peer.unanswered_s = 0.0
-            peer.writer.write(b"\n")
+            peer.transport.write(b"\n")
 
     def _judge(self, stretch: float) -> None:
         silence_s = self._timeouts.silence_s
@@ -265,7 +296,7 @@ class HeartbeatServer:
                 limit_s = self._patience(name, Silence(peer.silent_s, answers, nobody_heard, stretch))
             if peer.silent_s >= limit_s:
                 peer.lost = f"not heard of for {peer.silent_s:.3g} s"
-                peer.writer.transport.abort()  # the closed connection ends `_follow`
+                peer.transport.abort()
 
 
 class HeartbeatClient:
@@ -305,6 +336,12 @@ class HeartbeatClient:
         self._socket = self._connect(access)
         self.own_address = str(self._socket.getsockname()[0])  # address of the interface that reaches the coordinator
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
+
+    def adapt_to(self, world_size: int) -> None:
+        """Send heartbeats as often as in a world of this size. Only `on_answer` may call this."""
+        interval_s = self._timeouts.heartbeat_of(world_size)
+        if interval_s != self._lateness.interval_s:
+            self._lateness = Lateness(interval_s)
 
     def send(self, message: Message) -> None:
         """Send a message between two heartbeats. Only `on_commands` may call this."""
@@ -411,27 +448,10 @@ def answer_line(answer: Any) -> bytes:
     return _line({"answer": answer})
 
 
-async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the complete lines that arrive.
-
-    A dying worker may send a part of a line at the end, which is dropped.
-
-    Raises:
-        ValueError: a line is too long.
-    """
-    unread = b""
-    while received := await reader.read(_CHUNK_BYTES):
-        *lines, unread = (unread + received).split(b"\n")
-        for line in lines:
-            yield line
-        if len(unread) > _LONGEST_LINE_BYTES:
-            raise ValueError(f"more than {_LONGEST_LINE_BYTES} bytes in a line")
-
-
-def _num_unanswered_bytes(writer: asyncio.StreamWriter) -> int:
+def _num_unanswered_bytes(transport: asyncio.Transport) -> int:
     """Return how many sent bytes the peer's machine has not acknowledged."""
     with contextlib.suppress(OSError, ValueError):  # the connection may be closed meanwhile
-        descriptor = writer.get_extra_info("socket").fileno()
+        descriptor = transport.get_extra_info("socket").fileno()
         (num_bytes,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
         return int(num_bytes)
     return 1

@@ -37,7 +37,7 @@ class FailureReport:
     traceback: str
     skip: tuple[int, ...] = ()  # steps to leave out in the next attempts
     forward_size: int | None = None  # most samples of a forward in the next attempts
-    corrupted: str = ""  # name of the member that computed wrongly
+    corrupted: int | None = None  # rank that computed wrongly
 
     def to_event(self, member: str) -> Failure:
         """Return the event that records this failure of a worker."""
@@ -53,20 +53,17 @@ class WorldAssignment:
     attempt: int
     store: Address  # address of a TCPStore in the leader's process, which only this world uses
     amendments: Amendments
-    members: tuple[str, ...]  # names of all workers of this world, by rank
 
     @classmethod
-    def of_line(cls, line: dict[str, Any], member: str) -> Self:
-        """Read a member's assignment from the result of `to_line`."""
-        members = tuple(line["members"])
+    def of_line(cls, line: dict[str, Any]) -> Self:
+        """Read an assignment from the result of `to_line`."""
         host, port = line["store"]
         amendments = Amendments.of_line(line["amendments"])
-        return cls(members.index(member), len(members), line["attempt"], (host, port), amendments, members)
+        return cls(line["rank"], line["size"], line["attempt"], (host, port), amendments)
 
     def to_line(self) -> dict[str, Any]:
-        """Return the assignment as a JSON object, which is the same for all members."""
-        amendments = self.amendments.to_line()
-        return {"attempt": self.attempt, "store": self.store, "amendments": amendments, "members": self.members}
+        """Return the assignment as a JSON object."""
+        return {**vars(self), "amendments": self.amendments.to_line()}
 
 
 class Leave(StrEnum):

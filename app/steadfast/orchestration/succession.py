@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 
 from steadfast.orchestration.messages import WorldAssignment
 from steadfast.world.timeouts import Timeouts
@@ -16,34 +17,43 @@ class Succession:
 
     Args:
         expected: whether a former coordinator has formed a world. If not, the takeover is over at once.
+        world: workers of the newest world by rank, () if storage has not said.
     """
 
-    def __init__(self, timeouts: Timeouts, expected: bool) -> None:
+    def __init__(self, timeouts: Timeouts, expected: bool, world: tuple[str, ...] = ()) -> None:
         self.over = not expected
+        self._world = world
         self._timeouts = timeouts
         self._since_s = time.monotonic()  # time at which the first worker rejoined; before that, the time of the start
         self.newest: WorldAssignment | None = None  # an assignment to the newest world that any worker reports
-        self._attempts: dict[str, int] = {}  # attempt of the last assignment of each worker that has rejoined
-        self._missing: set[str] = set()  # members of the newest world that have not rejoined
+        self._places: dict[str, WorldAssignment] = {}  # last assignment of each worker that has rejoined
+        self._missing = set(world)  # members of the newest world that have not rejoined
         self._idle: set[str] = set()  # workers that do not train, because they wait for a call or a place
         self._ended: asyncio.Future[None] | None = None  # done once the wait ends
 
     def came(self, name: str, place: WorldAssignment) -> None:
         """Record that a worker is alive, with its last assignment."""
-        if not self._attempts:
+        if not self._places:
             self._since_s = time.monotonic()
-        self._attempts[name] = place.attempt
+        self._places[name] = place
+        self._missing.discard(name)
         if self.newest is None or place.attempt > self.newest.attempt:
             self.newest = place
-            self._missing = set(place.members) - self._attempts.keys()
-        self._missing.discard(name)
+
+    def world(self) -> tuple[str, ...]:
+        """Return the members of the newest world by rank, () if no worker has rejoined."""
+        if self.newest is None:
+            return ()
+        if self._world:
+            return self._world
+        names = {place.rank: name for name, place in self._places.items() if place.attempt == self.newest.attempt}
+        # The names of the others are unknown, so they cannot come back.
+        return tuple(names.get(rank, f"of rank {rank}") for rank in range(self.newest.size))
 
     def behind(self) -> list[str]:
         """Return the workers that train in a world before the newest one."""
-        if self.newest is None:
-            return []
-        others = self._idle.union(self.newest.members)
-        return [name for name in self._attempts if name not in others]
+        others = self._idle.union(self.world())
+        return [name for name in self._places if name not in others]
 
     def broken(self) -> bool:
         """Return whether the newest world lacks a member that still lives.
@@ -53,7 +63,8 @@ class Succession:
         if self.newest is None:
             return False
         newest = self.newest.attempt
-        return any(self._attempts.get(name, newest) < newest for name in self.newest.members)
+        members = set(self.world())
+        return any(place.attempt < newest for name, place in self._places.items() if name in members)
 
     async def wait(self, idle: str | None) -> bool:
         """Wait until all members have rejoined, or the time limit has passed.
@@ -74,15 +85,23 @@ class Succession:
         return is_first
 
     async def _end(self) -> None:
-        while self.newest is None or self._missing:
+        while not self._is_whole():
             if time.monotonic() - self._since_s > self._limit_s():
                 break
             await asyncio.sleep(_POLL_S)
+
+    def _is_whole(self) -> bool:
+        if self.newest is None or self._missing:
+            return False
+        if self._world:
+            return True
+        attempts = Counter(place.attempt for place in self._places.values())
+        return attempts[self.newest.attempt] == self.newest.size
 
     def _limit_s(self) -> float:
         # While no member waits for a world, the members train, so all of them are alive. Once a member waits, the world
         # is broken, and a member that has not rejoined within `silence_s` is dead. Otherwise the limit is `lease_s`,
         # after which a worker without a coordinator ends.
-        if self._attempts.keys() & self._idle:
+        if self._places.keys() & self._idle:
             return self._timeouts.silence_s
         return self._timeouts.lease_s

@@ -188,10 +188,11 @@ class RayRuntime:
         if isinstance(line, str):
             answer = Leave(line)
         else:
-            answer = WorldAssignment.of_line(line, self._member.name)
+            answer = WorldAssignment.of_line(line)
             if answer.attempt <= self._asking[1]:
                 return
             self._place = answer  # which `_find_again` reports
+            self._heartbeats.adapt_to(answer.size)
         self._asking = None
         self._answers.put(answer)
 
@@ -237,8 +238,8 @@ class RayRuntime:
             failure = replace(failure, skip=error.steps)
         elif isinstance(error, OutOfMemory):
             failure = replace(failure, message=error.error, forward_size=error.forward_size)
-        elif isinstance(error, Corrupted) and self._place is not None:
-            failure = replace(failure, message=error.cause, corrupted=self._place.members[error.rank])
+        elif isinstance(error, Corrupted):
+            failure = replace(failure, message=error.cause, corrupted=error.rank)
         return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
 
     def _beat(self) -> Message:

@@ -44,7 +44,8 @@ _write_lock = threading.RLock()
 class Owner:
     """Contents of `owner.json`.
 
-    `attempt` never decreases. `renewed` is Unix time, 0 after a release.
+    `attempt` never decreases. `renewed` is Unix time, 0 after a release. `world` names the workers of the attempt by
+    rank.
     """
 
     attempt: int
@@ -52,6 +53,7 @@ class Owner:
     host: str
     pid: int
     renewed: float
+    world: tuple[str, ...] = ()
 
     @property
     def gone(self) -> bool:
@@ -142,12 +144,17 @@ class Ownership:
     def attempt(self) -> int:
         return self._owner.attempt
 
+    @property
+    def world(self) -> tuple[str, ...]:
+        """Return the workers of the newest attempt by rank, () if unknown."""
+        return self._owner.world
+
     def renew(self) -> None:
         self._write()
 
-    def next_attempt(self) -> int:
-        """Begin a new attempt and return its number."""
-        self._write(num_begun=1)
+    def next_attempt(self, world: tuple[str, ...] = ()) -> int:
+        """Begin a new attempt of the workers `world`, and return its number."""
+        self._write(begins=world)
         return self._owner.attempt
 
     def release(self) -> None:
@@ -201,7 +208,7 @@ class Ownership:
         # A process of the killed command may write the lease that it read before this command's claim.
         return owner.token in (self._owner.token, self._killed)
 
-    def _write(self, num_begun: int = 0, held: bool = True) -> None:
+    def _write(self, begins: tuple[str, ...] | None = None, held: bool = True) -> None:
         with _write_lock:
             # The owner is read from storage, because another process of this command may have begun attempts meanwhile.
             found = read_owner(self._store) or self._owner
@@ -210,8 +217,11 @@ class Ownership:
                     f"another command has taken over {self._store.uri}: on {found.host}, pid {found.pid}. It goes on "
                     "from the newest checkpoint; for a run beside it choose another run.name"
                 )
-            attempt = max(found.attempt, self._owner.attempt) + num_begun
-            self._owner = replace(self._owner, attempt=attempt, renewed=time.time() if held else 0.0)
+            newest = max(found, self._owner, key=lambda owner: owner.attempt)
+            attempt, world = newest.attempt, newest.world
+            if begins is not None:
+                attempt, world = attempt + 1, begins
+            self._owner = replace(self._owner, attempt=attempt, renewed=time.time() if held else 0.0, world=world)
             write_json(self._store, _OWNER, self._owner.to_line())
 
 
@@ -262,9 +272,10 @@ def _parse(fields: dict[str, Any]) -> Owner:
 
     Raises TypeError or ValueError if the fields are invalid.
     """
-    owner = Owner(**fields)
+    *_, names = fields.values() if "world" in fields else [()]
+    owner = replace(Owner(**fields), world=tuple(names))
     wanted = (int, str, str, int, int | float)
-    for value, kind in zip(fields.values(), wanted, strict=True):
+    for value, kind in zip(fields.values(), wanted, strict=False):
         # Python counts true and false as ints.
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{value!r} is no {kind}")

@@ -6,6 +6,9 @@ So the limits keep their order for any value of `silence_s`.
 from dataclasses import dataclass
 from datetime import timedelta
 
+# Heartbeats for which the coordinator needs about a twentieth of a core.
+_HEARTBEATS_PER_S = 2000
+
 
 @dataclass(frozen=True)
 class Timeouts:
@@ -15,10 +18,14 @@ class Timeouts:
 
     @property
     def heartbeat_s(self) -> float:
-        """Return the interval between two heartbeats."""
+        """Return the interval between two heartbeats of a worker in a small world."""
         # Several fit into the limit, so that a late one is not taken for a death. The watchdog needs them often too,
         # because they carry the progress.
         return min(0.5, self.silence_s / 5)
+
+    def heartbeat_of(self, world_size: int) -> float:
+        """Return the interval between two heartbeats of a worker in a world of this size."""
+        return max(self.heartbeat_s, min(world_size / _HEARTBEATS_PER_S, self.silence_s / 3))
 
     @property
     def acknowledge_s(self) -> float:
