@@ -43,7 +43,7 @@ class Figures:
     attempts: int  # worlds that have formed meanwhile
     size: int  # of the last of them
     failed: int  # attempts that have failures so far
-    beats_cores: float  # cores that heartbeats take
+    quiet_cores: float  # cores that the coordinator takes while nothing happens, mostly for heartbeats
 
 
 class Spent(NamedTuple):
@@ -263,7 +263,7 @@ class Crowd:
             attempts=spent.attempt - began.attempt,
             size=self.workers[0].place.size if self.workers[0].place else 0,
             failed=len({failure.attempt for failure in failures}),
-            beats_cores=round(self._beat_s * self._n / self._interval_s, 4),
+            quiet_cores=round(self._beat_s * self._n / self._interval_s, 4),
         )
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -27,7 +27,7 @@ def test_each_event_costs_little_and_makes_one_world(tmp_path: Path) -> None:
             deaths = [await crowd.lose() for _ in range(3)]
             assert [(death.attempts, death.size) for death in deaths] == [(1, N - 1), (1, N - 2), (1, N - 3)]
             assert min(death.cpu_s for death in deaths) < 0.2
-            assert deaths[0].beats_cores < 0.1
+            assert deaths[0].quiet_cores < 0.1
             grown = await crowd.grow()
             assert (grown.attempts, grown.size) == (1, N - 3 + N // 10)
             assert grown.cpu_s < 0.6

@@ -157,6 +157,28 @@ def test_one_that_died_with_the_coordinator_is_lost_once_its_world_stands_still(
     assert (failure["member"], failure["kind"]) == ("c", "worker")
 
 
+def test_where_storage_does_not_say_who_trains_the_workers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But nobody can name the one that died."""
+
+    def refuse(_: Ownership) -> None:
+        raise OSError("storage is gone")
+
+    async def story(line: Line) -> None:
+        await line.form("c", "b", "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(Ownership, "renew", refuse)
+            await line.die()
+        report = FailureReport(FailureKind.PEER, 1, 7, "Connection closed by peer", "")
+        reports = [asyncio.ensure_future(line.subject.failed(name, report)) for name in "ca"]
+        await line.come_back("a", "c")
+        assert [await each for each in reports] == [False, False]
+        await line.form("a", "c")
+        assert {name: place.rank for name, place in line.places.items()} == {"c": 0, "a": 1}
+
+    (failure,) = play(tmp_path, story).told("failure")
+    assert (failure["member"], failure["rank"]) == ("of rank 1", 1)
+
+
 def test_while_all_others_train_nobody_is_taken_for_dead(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")

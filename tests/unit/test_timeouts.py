@@ -22,6 +22,13 @@ def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(sil
     assert timeouts.silence_s >= 3 * timeouts.heartbeat_s  # two late heartbeats are not a death
 
 
+@pytest.mark.parametrize("silence_s", [0.5, 5.0, 60.0])
+def test_workers_of_a_large_world_send_fewer_heartbeats_and_still_three_within_the_limit(silence_s: float) -> None:
+    timeouts = Timeouts(silence_s)
+    assert timeouts.heartbeat_of(200) == timeouts.heartbeat_s
+    assert timeouts.heartbeat_s <= timeouts.heartbeat_of(4000) <= timeouts.heartbeat_of(10_000) <= silence_s / 3
+
+
 def test_the_limit_for_connecting_grows_with_the_world() -> None:
     timeouts = Timeouts()
     assert timeouts.first_collectives(2) >= timeouts.form

@@ -347,9 +347,9 @@ class Coordinator:
             await asyncio.sleep(_INTERVAL_S)
 
     async def _check_drains(self) -> None:
-        nodes = await asyncio.to_thread(draining_nodes)
-        members = {member.name: member.node for member in self.members.values()}
-        self._carry_out(self._supervisor.check_drains(nodes, members))
+        if nodes := await asyncio.to_thread(draining_nodes):
+            members = {member.name: member.node for member in self.members.values()}
+            self._carry_out(self._supervisor.check_drains(nodes, members))
 
     async def _check_requests(self) -> None:
         match await asyncio.to_thread(self._directory.pop_request):
