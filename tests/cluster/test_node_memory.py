@@ -46,7 +46,7 @@ def wait_until_gone(name: str, limit_s: float = 15.0) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_head: Commands, kind: str) -> None:
     words = ("scaling.num_workers=[1,2]", f"parallel.kind={kind}", "checkpoint.every=60 minutes")
     running = on_head().start(FOR_EVER, *words)

@@ -48,6 +48,7 @@ def test_a_pipeline_with_lost_workers_that_grows_and_shrinks_has_the_weights_of_
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_workers_that_are_left_train_on_in_another_layout(command: Commands) -> None:
     words = ["parallel={kind: fsdp, shard_size: auto}", "scaling.num_workers=[2,4]", "checkpoint.every=1000 minutes"]

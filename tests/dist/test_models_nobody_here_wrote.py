@@ -136,12 +136,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), *sorted(CASES.keys() - {"gpt2"})])
 def test_its_own_library_loads_what_it_has_become(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, write_no_code)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_its_own_library_loads_what_two_stages_have_made_of_it(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     words = [f"model.target={HERE}:untied_{name}", "run.steps=4", "parallel={kind: pipeline, stages: 2}"]

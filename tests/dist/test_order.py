@@ -91,7 +91,7 @@ def test_shards_and_a_mixture_with_them_are_read_once_through_kills(tmp_path: Pa
         check_weights(survive(config, plot(1, 14)).left, reference(config))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_text_images_and_rows_are_mixed_equally_over_changes_of_the_world(tmp_path: Path, kind: str) -> None:
     import_operators()
     write_rows(tmp_path / "rows", "parquet")
