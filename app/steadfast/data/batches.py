@@ -63,8 +63,7 @@ class Rows(Sequence[Any]):
 
     def layout(self) -> Any:
         """Return what two of these must have in common to be one."""
-        kinds = [(name, values.dtype, values.shape[1:]) for name, values in self.columns.items()]
-        return self.are_tuples, kinds
+        return self.are_tuples, *((name, values.dtype, values.shape[1:]) for name, values in self.columns.items())
 
 
 def in_order(parts: Sequence[Sequence[Any]], positions: Sequence[Sequence[int]]) -> Sequence[Any]:
@@ -75,13 +74,12 @@ def in_order(parts: Sequence[Sequence[Any]], positions: Sequence[Sequence[int]])
         positions: for each part, where its samples come in the sequence.
     """
     rows = [part for part in parts if isinstance(part, Rows)]
-    if len(rows) == len(parts) and all(part.layout() == rows[0].layout() for part in rows):
-        order = np.concatenate(positions)
+    if len(rows) == len(parts) and len({part.layout() for part in rows}) == 1:
         columns = {}
-        for name in rows[0].columns:
-            values = np.concatenate([part.columns[name] for part in rows])
-            columns[name] = np.empty_like(values)
-            columns[name][order] = values
+        for name, first in rows[0].columns.items():
+            columns[name] = np.empty((sum(map(len, parts)), *first.shape[1:]), first.dtype)
+            for found, places in zip(rows, positions, strict=True):
+                columns[name][places] = found.columns[name]
         return Rows(columns, rows[0].are_tuples)
     samples: list[Any] = [None] * sum(map(len, parts))
     for part, places in zip(parts, positions, strict=True):
