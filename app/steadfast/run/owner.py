@@ -272,10 +272,9 @@ def _parse(fields: dict[str, Any]) -> Owner:
 
     Raises TypeError or ValueError if the fields are invalid.
     """
-    *_, names = fields.values() if "world" in fields else [()]
-    owner = replace(Owner(**fields), world=tuple(names))
+    owner = replace(Owner(**fields), world=tuple(fields.get("world", ())))
     wanted = (int, str, str, int, int | float)
-    for value, kind in zip(fields.values(), wanted, strict=False):
+    for value, kind in zip(vars(owner).values(), wanted, strict=False):  # the fields before `world`
         # Python counts true and false as ints.
         if not isinstance(value, kind) or isinstance(value, bool):
             raise TypeError(f"{value!r} is no {kind}")
