@@ -27,9 +27,8 @@ def gpt() -> nn.Module:
 
 
 def llama() -> nn.Module:
+    import tests.examples.operators  # noqa: F401, I001 - before torchvision, which transformers imports
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    import tests.examples.operators  # noqa: F401 - before torchvision, which transformers imports
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=CONTEXT, **sizes))
