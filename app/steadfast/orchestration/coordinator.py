@@ -107,6 +107,7 @@ class Coordinator:
         # Members without a world. Their call to `join` waits for this future.
         self._waiting: dict[str, asyncio.Future[Answer]] = {}
         self._placed = 0  # the newest attempt whose members have their answer
+        self._lines: dict[str, bytes] = {}  # those answers
         self._running = 0  # number of the current attempt, 0 between two attempts
         self._ended: set[int] = set()  # attempts that a former coordinator has seen end
         # Set when the reason to end the current attempt is known. Errors that members report later are consequences.
@@ -152,13 +153,18 @@ class Coordinator:
             self.members[member.name] = member
             return
         if attempt < self._placed and self.membership.rank_of(member.name) is not None:
+            # The answer was dropped if the worker was not admitted yet.
+            if line := self._lines.get(member.name):
+                self.heartbeats.answer(member.name, line)
             return
         try:
             answer = await self.join(member)
         except Exception:  # the worker waits, and would never know
             self.give_up(traceback.format_exc(), FailureKind.EXCEPTION)
             answer = Leave.RUN_ENDED
-        self.heartbeats.answer(member.name, answer_line(answer if isinstance(answer, Leave) else answer.to_line()))
+        line = answer_line(answer if isinstance(answer, Leave) else answer.to_line())
+        self._lines[member.name] = line
+        self.heartbeats.answer(member.name, line)
 
     async def join(self, member: Member) -> Answer:
         """Return the worker's place in the next world.
@@ -231,6 +237,7 @@ class Coordinator:
             self.reconcile()
             return
         self._running = self._placed = attempt
+        self._lines.clear()
         self._doomed = asyncio.Event()
         self.heartbeats.expect(names)
         store = self.members[names[0]].store
