@@ -99,7 +99,7 @@ def takeover(n: int) -> float:
     members = tuple(names_of(n))
 
     async def come() -> None:
-        succession = Succession(Timeouts(), expected=True, world=members)
+        succession = Succession(Timeouts(), expected=True, attempt=1, world=members)
         calls = [asyncio.ensure_future(succession.wait(name)) for name in members]
         for rank, name in enumerate(members):
             if rank == n - 1:

@@ -40,7 +40,7 @@ class Rows(Sequence[Any]):
     """Samples of equal layout, column by column.
 
     Args:
-        columns: arrays (samples, *shape in the sample) by name, which the samples share with nobody else.
+        columns: arrays (samples, *shape in the sample) by name, which no other object refers to.
         are_tuples: whether a sample is a tuple of the values, not a mapping.
     """
 
@@ -62,7 +62,7 @@ class Rows(Sequence[Any]):
         return tuple(tensors.values()) if self.are_tuples else tensors
 
     def layout(self) -> Any:
-        """Return what two of these must have in common to be one."""
+        """Return a key. Rows with equal keys can be joined."""
         return self.are_tuples, *((name, values.dtype, values.shape[1:]) for name, values in self.columns.items())
 
 

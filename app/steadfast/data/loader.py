@@ -289,7 +289,7 @@ class _Microbatches:
 
     def _read(self, start: int, ids: list[int], keys: list[int]) -> Batch:
         """Read samples, from a position on, and make a batch."""
-        samples: Sequence[Any]
+        samples: Any  # a sequence
         if self._read_samples is not None:
             samples = self._read_samples(ids)
         else:
@@ -298,7 +298,7 @@ class _Microbatches:
         if self._collate is not None:
             # `collate` may draw random numbers, for masking for example; they are keyed by the batch's first sample.
             with own_randomness(keys[0]):
-                return self._collate(list(samples))
+                return self._collate(list(samples) if isinstance(samples, Rows) else samples)
         self._check_layout(ids, samples)
         return stack(samples)
 

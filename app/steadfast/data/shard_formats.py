@@ -50,7 +50,7 @@ class Format(Protocol):
 
     Attributes:
         suffixes: of the names of such files.
-        has_row_groups: whether samples are read in row groups only, so a single sample costs a whole group.
+        has_row_groups: whether only whole row groups can be read.
     """
 
     @property
@@ -177,15 +177,32 @@ def _is_list(kind: Any) -> bool:
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-class _JsonLines:
-    """Lines of JSON objects."""
+class _AdjacentSamples:
+    """Format whose samples are adjacent bytes of a file."""
 
-    suffixes = (".jsonl", ".ndjson")
     has_row_groups = False
 
     def __init__(self, config: ShardsSource, key: str) -> None:
         self._columns = config.columns
         self._key = key
+
+    def open(self, file: Any) -> Any:
+        return file
+
+    def read(self, opened: Any, index: ShardIndex, first: int, stop: int) -> list[bytes]:
+        return _cut(opened, index, first, stop)
+
+    def samples(self, block: list[bytes], numbers: list[int]) -> list[Any]:
+        return [self._sample(block[number]) for number in numbers]
+
+    def _sample(self, content: bytes) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _JsonLines(_AdjacentSamples):
+    """Lines of JSON objects."""
+
+    suffixes = (".jsonl", ".ndjson")
 
     def index(self, file: Any, name: str) -> ShardIndex:
         found = [np.zeros(1, np.int64)]
@@ -199,34 +216,20 @@ class _JsonLines:
         begins = ends[:-1][np.diff(ends) > 1]
         return _index(np.append(begins, ends[-1]) if len(begins) else begins)
 
-    def open(self, file: Any) -> Any:
-        return file
-
-    def read(self, opened: Any, index: ShardIndex, first: int, stop: int) -> list[bytes]:
-        return _cut(opened, index, first, stop)
-
-    def samples(self, block: list[bytes], numbers: list[int]) -> list[Any]:
-        return [self._sample(block[number]) for number in numbers]
-
-    def _sample(self, line: bytes) -> dict[str, Any]:
+    def _sample(self, content: bytes) -> dict[str, Any]:
         try:
-            sample = json.loads(line)
+            sample = json.loads(content)
         except ValueError as error:
             raise DataError(f"is no JSON: {error}") from error
         if not isinstance(sample, dict):
-            raise DataError(f"is no JSON object: {line[:60]!r}")
+            raise DataError(f"is no JSON object: {content[:60]!r}")
         return _chosen(sample, self._columns)
 
 
-class _WebDataset:
+class _WebDataset(_AdjacentSamples):
     """Files of a tar. Neighbouring files whose names are equal up to the first dot make a sample."""
 
     suffixes = (".tar",)
-    has_row_groups = False
-
-    def __init__(self, config: ShardsSource, key: str) -> None:
-        self._columns = config.columns
-        self._key = key
 
     def index(self, file: Any, name: str) -> ShardIndex:
         places: list[int] = []
@@ -252,23 +255,14 @@ class _WebDataset:
             raise DataError(f"{self._key}: {name} is no whole tar: its end is missing")
         return _index(np.array([*places, end] if places else [], np.int64))
 
-    def open(self, file: Any) -> Any:
-        return file
-
-    def read(self, opened: Any, index: ShardIndex, first: int, stop: int) -> list[bytes]:
-        return _cut(opened, index, first, stop)
-
-    def samples(self, block: list[bytes], numbers: list[int]) -> list[Any]:
-        return [self._sample(block[number]) for number in numbers]
-
-    def _sample(self, files: bytes) -> dict[str, Any]:
+    def _sample(self, content: bytes) -> dict[str, Any]:
         sample = {}
-        with tarfile.open(fileobj=io.BytesIO(files), mode="r:") as tar:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for member in tar:
-                content = tar.extractfile(member)
+                file = tar.extractfile(member)
                 _, kind = _parts(member.name)
-                if content is not None and (not self._columns or kind in self._columns):
-                    sample[kind] = self._decoded(kind, content.read())
+                if file is not None and (not self._columns or kind in self._columns):
+                    sample[kind] = self._decoded(kind, file.read())
         return _chosen(sample, self._columns)
 
     def _decoded(self, kind: str, content: bytes) -> Any:

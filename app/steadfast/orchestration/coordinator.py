@@ -508,7 +508,7 @@ class Coordinator:
             self.record(shrunk)
 
     def _expel(self, report: FailureReport) -> None:
-        # All members report the corruption. The first report counts, because the rank is of nobody afterwards.
+        # All members report the corruption. The first report counts, because afterwards no member has the rank.
         if report.attempt != self._ownership.attempt:
             return
         for name in list(self.members):
@@ -663,7 +663,8 @@ class Coordinator:
         except OSError:
             unknown = True
         begun = unknown or self._ownership.attempt > claimed
-        return Succession(self._timeouts, begun and not self.over, () if unknown else self._ownership.world)
+        world = () if unknown else self._ownership.world
+        return Succession(self._timeouts, begun and not self.over, self._ownership.attempt, world)
 
     def _learn(self, event: Event) -> None:
         self._observe(event)

@@ -34,7 +34,7 @@ from steadfast.world.timeouts import Timeouts
 Message = dict[str, Any]
 _LONGEST_LINE_BYTES = 2**20  # the longest message holds the stacks of a process
 _LONGEST_INTRODUCTION_BYTES = 2**12
-_CHUNK_BYTES = 2**12  # that a worker receives at once
+_CHUNK_BYTES = 2**12  # most bytes that a worker receives at once
 _NAME = re.compile("[0-9a-f]{1,8}")  # strict, because the name becomes part of a file's name
 _STRANGERS = 128  # limit of connections without an introduction; a further one replaces the oldest
 _HELLO_S = 10.0  # time for a new connection to introduce itself

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 
 from steadfast.orchestration.messages import WorldAssignment
 from steadfast.world.timeouts import Timeouts
@@ -17,17 +16,18 @@ class Succession:
 
     Args:
         expected: whether a former coordinator has formed a world. If not, the takeover is over at once.
-        world: workers of the newest world by rank, () if storage has not said.
+        attempt: newest attempt on storage.
+        world: workers of this attempt by rank, () if storage could not be read.
     """
 
-    def __init__(self, timeouts: Timeouts, expected: bool, world: tuple[str, ...] = ()) -> None:
+    def __init__(self, timeouts: Timeouts, expected: bool, attempt: int = 0, world: tuple[str, ...] = ()) -> None:
         self.over = not expected
+        self._attempt = attempt
         self._world = world
         self._timeouts = timeouts
         self._since_s = time.monotonic()  # time at which the first worker rejoined; before that, the time of the start
         self.newest: WorldAssignment | None = None  # an assignment to the newest world that any worker reports
         self._places: dict[str, WorldAssignment] = {}  # last assignment of each worker that has rejoined
-        self._missing = set(world)  # members of the newest world that have not rejoined
         self._idle: set[str] = set()  # workers that do not train, because they wait for a call or a place
         self._ended: asyncio.Future[None] | None = None  # done once the wait ends
 
@@ -36,7 +36,6 @@ class Succession:
         if not self._places:
             self._since_s = time.monotonic()
         self._places[name] = place
-        self._missing.discard(name)
         if self.newest is None or place.attempt > self.newest.attempt:
             self.newest = place
 
@@ -44,10 +43,10 @@ class Succession:
         """Return the members of the newest world by rank, () if no worker has rejoined."""
         if self.newest is None:
             return ()
-        if self._world:
+        if self._world and self.newest.attempt == self._attempt:
             return self._world
         names = {place.rank: name for name, place in self._places.items() if place.attempt == self.newest.attempt}
-        # The names of the others are unknown, so they cannot come back.
+        # Storage does not name the others, so placeholders stand for them, and a late member is refused.
         return tuple(names.get(rank, f"of rank {rank}") for rank in range(self.newest.size))
 
     def behind(self) -> list[str]:
@@ -91,12 +90,7 @@ class Succession:
             await asyncio.sleep(_POLL_S)
 
     def _is_whole(self) -> bool:
-        if self.newest is None or self._missing:
-            return False
-        if self._world:
-            return True
-        attempts = Counter(place.attempt for place in self._places.values())
-        return attempts[self.newest.attempt] == self.newest.size
+        return self.newest is not None and all(name in self._places for name in self.world())
 
     def _limit_s(self) -> float:
         # While no member waits for a world, the members train, so all of them are alive. Once a member waits, the world

@@ -6,7 +6,7 @@ So the limits keep their order for any value of `silence_s`.
 from dataclasses import dataclass
 from datetime import timedelta
 
-# Heartbeats for which the coordinator needs about a twentieth of a core.
+# So many heartbeats cost the coordinator about a twentieth of a core. More arrive once the limit is the interval.
 _HEARTBEATS_PER_S = 2000
 
 
