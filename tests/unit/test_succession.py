@@ -179,6 +179,19 @@ def test_where_storage_does_not_say_who_trains_the_workers_do(tmp_path: Path, mo
     assert (failure["member"], failure["rank"]) == ("of rank 1", 1)
 
 
+def test_a_world_of_which_nobody_was_told_before_the_coordinator_died_does_not_count(tmp_path: Path) -> None:
+    async def story(line: Line) -> None:
+        await line.form("c", "b", "a")
+        line.subject._ownership.next_attempt(("c", "b", "new"))
+        await line.die()
+        slots = asyncio.ensure_future(line.subject.num_slots())
+        await line.come_back("a", "b", "c")
+        assert await slots == 3
+        assert line.subject.membership.world == ("c", "b", "a")
+
+    assert play(tmp_path, story).told("failure") == []
+
+
 def test_while_all_others_train_nobody_is_taken_for_dead(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
