@@ -1,7 +1,5 @@
 """What the documents say of the code is so: the files, the names and the events that they mention are there."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex
@@ -174,7 +172,8 @@ def check_command(command: list[str]) -> None:
             assert rest[0] == "-m"
             assert list(ROOT.glob(rest[1].replace(".", "/") + "*")), f"no module {rest[1]}"
         case "make":
-            assert set(rest) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+            targets = " ".join(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+            assert set(rest) <= set(targets.split())
         case "pip":
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             for named in re.findall(r"(?:\.|steadfast)\[([\w,]+)\]", " ".join(rest)):

@@ -25,6 +25,7 @@ ABOUT_MORE = {
     "test_spot_watcher": "cluster/spot_watcher.py",
     "test_storm": "tests/chaos/storm.py and schedules.py, so that the published table stays right",
     "test_strangers": "run directories of another user, which every reading command may meet",
+    "test_suite": "tests/stages, so that a stage that has become too dear fails",
     "test_torch_internals": "private names of torch, which several modules use",
 }
 

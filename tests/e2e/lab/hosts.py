@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 _PREFIX = "sf-"
 _SWITCH = f"{_PREFIX}switch"
 _NETWORK = "198.18.0"
 _BOOT_S = 10.0
+INSTALL = "apt-get install openssh-server rsync iproute2"
 _TOOLS = ("ip", "nsenter", "unshare", "rsync", "ssh", "/usr/sbin/sshd")
 _BIN = Path(sys.executable).parent  # of the virtual environment, which all hosts share
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,7 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "a lab of hosts needs root"
     lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    return f"a lab of hosts needs {', '.join(lacking)}" if lacking else None
+    return f"a lab of hosts needs {', '.join(lacking)}: {INSTALL}" if lacking else None
 
 
 @dataclass
@@ -205,9 +205,7 @@ class Lab:
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _await_sshd(self, name: str) -> None:

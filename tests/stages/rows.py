@@ -1,0 +1,141 @@
+"""Rows of tests that `make test` leaves out, because each shows a claim once more, by another kind, seed or option.
+
+A row of `MORE` has the marker `more`, and CI runs it whenever something lands; one of `SLOW` has the marker `slow`. A
+test that a table of CONTRIBUTING.md names keeps a row in `make test`. `python -m tests.stages.rows` checks
+that, and names the patterns that match no test.
+"""
+
+import re
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+SLOW = [
+    r"dist/test_activations.*result_is_that_without\[(ddp-selective|ddp-2|fsdp-full|fsdp-2)",
+    r"dist/test_arithmetic.*(ways_to\w*\[(ddp|stages)-full-blocks|parts_of_layers.*shard_size: 1-shares0)",
+    r"dist/test_balance.*recovers",
+    r"dist/test_compiled.*(with_dropout|under_torchs|without_a_compiler)",
+    r"dist/test_activations.*nobody_here_wrote\[(gpt2|resnet50)",
+    r"dist/test_compiled.*(ten_more_worlds\w*\[fsdp|in_16_bits\[ddp|go_on_without\[fsdp|without_a_compiler\w*\[fsdp)",
+    r"dist/test_deaths.*(no_death\w*\[(\w+-[23]|fsdp-1)|sharded_worlds.*(shard_size: 2|tensor_size|stages))",
+    r"dist/test_differential.*equals.*\[(?!experts|gan|clip|tied|methods)\w+-fsdp",
+    r"dist/test_exact.*every_sequence.*\[(fp32-worlds[04]|bf16-worlds[0135])",
+    r"dist/test_exact.*(add_losses|take_the_unit)",
+    r"dist/test_generations.*(equivalent\w*\[(ddp-bf16|fsdp-fp32)|wish\w*\[fsdp|draws_the_same\w*\[fsdp|built\w*\[(numpy|random))",
+    r"dist/test_generations.*(grows_equals\w*\[fsdp|identical_to_one\w*\[ddp|change_its_strategy\w*\[ddp)",
+    r"dist/test_generations.*(gathered.*shard_size|equivalent\w*\[fsdp-bf16)",
+    r"dist/test_global_loss.*\[({kind: ddp, reducer: torch}|20\])",
+    r"dist/test_hooks.*(averages_of_shards.*(worlds[01])|finishes_early\[1)",
+    r"dist/test_hooks.*averages_of_shards.*cpu_offload",
+    r"dist/test_initial.*(draws_from_all\w*\[fsdp)",
+    r"dist/test_numbers.*overflows\w*\[(ddp|fsdp, )",
+    r"dist/test_memory.*(gives_back.*torch|all_of_its_model\[4-fsdp)",
+    r"dist/test_memory.*fit_gives_back",
+    r"dist/test_microbatch_size.*(bits_of_the_same.*(reducer|tracing-{kind: fsdp}|gpt-{kind: ddp}))",
+    r"dist/test_models_nobody.*(has_become\[(resnet50|llama))",
+    r"dist/test_models_nobody.*has_become\[vit",
+    r"dist/test_mutations.*broken([6-9]|1[0-35-9])",
+    r"dist/test_numbers.*MeanOfNothing.*-(torch|fsdp)",
+    r"dist/test_optimizers.*(resize_equals\w*\[0\.0-ddp|zeros.*(ASGD|NAdam-ddp|TowardsStart-ddp))",
+    r"dist/test_optimizers.*NAdam-fsdp",
+    r"dist/test_order.*(resume\[(ddp-weighted|fsdp-sequential)|kills\[sequential)",
+    r"dist/test_out_of_memory.*(whole_microbatches\[(1-pipeline|3-fsdp))",
+    r"dist/test_recompute.*(undisturbed_one\[(gradient-owner|activation-second|weight-owner)|loader proc|bf16\]|short)",
+    r"dist/test_recompute.*(no_false|changes_nothing\[(activation|running|unused))",
+    r"dist/test_replicas.*(\[(hsdp|stages)-[23]\]|their_state\[(hsdp-\[4, (2|\[0)|stages-\[(4, (\[2|\[1)|2)))",
+    r"dist/test_replicas.*(connect\w*\[(hsdp-0|stages-1)|costs\w*\[\w+-1|bit_by_bit\[hsdp)",
+    r"dist/test_rescue.*shards_of_the_last_step.*({kind: fsdp}-2|stages: 2}.*(data|validation))",
+    r"dist/test_rescue.*(interrupted\w*\[overrides1|shards_of_the_last\w*.*(backward|data))",
+    r"dist/test_unused.*plain_loop\[(torch|data_parallel|offload|every|fsdp)\]",
+    r"dist/test_unused.*plain_loop\[hsdp_every",
+    r"dist/test_unusual.*(\[0\.1-fsdp|\[null-ddp|five_new_worlds\w*\[torch)",
+    r"dist/test_unusual.*(statistics\[15|attributes\w*\[{reducer: torch)",
+    r"dist/test_watchdog.*named_with\w*\[2-ddp",
+]
+
+MORE = [
+    r"dist/test_activations.*(fsdp-selective|keep_a_part.*Linear|ddp-full)",
+    r"dist/test_arithmetic.*(any_shares\w*\[hsdp|ways_to\w*\[hsdp|\[3-hsdp|chunks\w*\[hsdp)",
+    r"dist/test_arithmetic.*stages_and_replicas.*(balance: \[1, 3\]|balance: \[1, 2, 1\]-gpipe)",
+    r"dist/test_balance.*(begin_anew|too_early|plan_differently)",
+    r"dist/test_s3.*looked_at\[fsdp",
+    r"dist/test_compiled.*(in_16_bits\[fsdp|fsdp_gathers_within|go_on_without|running_statistics)",
+    r"dist/test_deaths.*(\[fsdp-0|sharded_worlds|the_flag_set_after|collective_after)",
+    r"dist/test_batches.*world\[fsdp",
+    r"dist/test_generations.*(layers_gathered|any_sequence\w*\[fsdp|live_through_resizes\w*\[fsdp|ranks_change\w*\[fsdp)",
+    r"dist/test_hooks.*(all_ranks\w*\[fsdp|averages_of_shards)",
+    r"dist/test_initial.*without_the_file_once\w*\[fsdp",
+    r"dist/test_killed_while_saving.*(riskiest|damaged)\w*\[fsdp",
+    r"dist/test_replicas.*(planned\w*\[stages|after_a_death\[stages)",
+    r"dist/test_memory.*(before_the_run\[fsdp|former_model\[4-fsdp)",
+    r"dist/test_metrics.*whole_set\[fsdp",
+    r"dist/test_microbatch_size.*\[(gpt-)?({kind: )?fsdp",
+    r"dist/test_migrate.*(lightning_is_killed|ddp_script)",
+    r"dist/test_models_nobody.*tensor_plan\w*\[llama",
+    r"dist/test_generations.*hosts_memory.*worlds1",
+    r"dist/test_optimizers.*(groups\w*\[fsdp|TowardsStart-fsdp|rprop|0\.0-fsdp|without_state)",
+    r"dist/test_order.*(mixed_equally\w*\[fsdp|kills\[parquet|resume\[fsdp-mixture|users_own)",
+    r"dist/test_out_of_memory.*(\[1-fsdp|with_less\[fsdp)",
+    r"dist/test_replicas.*(written\w*\[(tensor|hsdp)|connect\w*\[(hsdp-1|stages-0))",
+    r"dist/test_replicas.*their_state\[(hsdp-\[4|stages-\[4, \[0)",
+    r"dist/test_rescue.*(another_number|2-forward)",
+    r"dist/test_restore.*two readers",
+    r"dist/test_unused.*\[hsdp",
+    r"dist/test_watchdog.*no_alarm\[90",
+    r"unit/test_analysis_memory.*(on_a_line|whole_gradients|take_no_more|memory_of_a_gpu)",
+    r"unit/test_commands_plan.*time_of_their_own",
+    r"cluster/test_fork_server.*of_an_embedded_ray",
+    r"cluster/test_hugging_face.*llama_with_lora",
+    r"cluster/test_nodes.*workers_die_at_once",
+    r"cluster/test_torchrun.*leaves_a_bad_step_out",
+    r"unit/test_interrupts.*swallowed\w*\[2-",
+]
+
+
+def marker_of(test: str) -> str | None:
+    """Return the name of the marker that a test has by these tables."""
+    if any(pattern.search(test) for pattern in _SLOW):
+        return "slow"
+    return "more" if any(pattern.search(test) for pattern in _MORE) else None
+
+
+class Collector:
+    """Plugin of pytest that keeps the tests, and those of `make test` among them."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self.all = [item.nodeid for item in items]
+        self.quick = [
+            item.nodeid for item in items if not {"slow", "more"} & {mark.name for mark in item.iter_markers()}
+        ]
+
+
+def unmatched(tests: list[str]) -> list[str]:
+    """Return the patterns that match none of these tests."""
+    text = "\n".join(tests)
+    return [f"{pattern} matches no test" for pattern in [*SLOW, *MORE] if not re.search(pattern, text)]
+
+
+def unproved(tests: list[str]) -> list[str]:
+    """Return the promises of CONTRIBUTING.md of which none of these tests is named."""
+    functions = {test.partition("[")[0].removeprefix("tests/") for test in tests}
+    found = []
+    for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines():
+        named = re.findall(r"`((?:unit|dist|scale|cluster)/\w+\.py::\w+)`", line)
+        if named and not functions & set(named):
+            found.append(f"no test of make test proves: {line}")
+    return found
+
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tests/unit", "tests/dist", "tests/scale", "tests/cluster")
+_SLOW, _MORE = ([re.compile(pattern) for pattern in patterns] for patterns in (SLOW, MORE))
+
+if __name__ == "__main__":
+    collector = Collector()
+    with redirect_stdout(StringIO()):
+        pytest.main(["--collect-only", "-qq", *FOLDERS], plugins=[collector])
+    if found := [*unmatched(collector.all), *unproved(collector.quick)]:
+        sys.exit("\n".join(found))
