@@ -3,8 +3,6 @@
 One line of its output is a JSON object: what each call has returned or raised.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

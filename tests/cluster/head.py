@@ -1,7 +1,5 @@
 """A Ray head that the commands of many tests share: starting one takes longer than most of them train."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time
@@ -9,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from ray._private import ray_constants
 from ray.cluster_utils import Cluster
 
+from steadfast.orchestration.internals import without_services
+from tests.support import head_worker
 from tests.support.command import Head, descendants
 from tests.support.s3 import CREDENTIALS
 
@@ -49,8 +50,11 @@ def serve_head() -> Iterator[Head]:
         patch.setenv("RAY_TMPDIR", short)
         for name, value in CREDENTIALS.items():  # workers have the environment of their node, not of the command
             patch.setenv(name, value)
+        # Ray appends this name to a folder, so an absolute path replaces the whole path.
+        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", head_worker.__file__)
         arguments = {"num_cpus": NUM_CPUS, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
-        cluster = Cluster(initialize_head=True, head_node_args=arguments)
+        with without_services(log_monitor=False):  # as an embedded Ray does
+            cluster = Cluster(initialize_head=True, head_node_args=arguments)
         try:
             patch.undo()
             (raylet,) = [pid for pid, title in descendants(os.getpid()) if "raylet/raylet " in title]

@@ -3,8 +3,6 @@
 python -m tests.cluster.many_asks 1001
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """`doctor` on a cluster of three nodes: a healthy one, one with faults, one of whose nodes stops to answer."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Processes of a run that do not train are killed: the command goes on by itself, and says so."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -9,7 +7,7 @@ import pytest
 
 from tests.support.checks import check_stopped
 from tests.support.command import FOR_EVER, Commands, Running, descendants
-from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone
+from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_ray_is_gone
 
 pytestmark = pytest.mark.ray
 
@@ -64,6 +62,7 @@ def test_the_controller_is_killed_and_the_command_starts_another_one(on_head: Co
     assert "class_name" not in said
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("title", "what"),
@@ -80,14 +79,14 @@ def test_a_part_of_an_embedded_ray_is_killed_and_the_command_starts_again(
     running = command().start(FOR_EVER, "checkpoint.every=10 steps", "scaling.num_workers=2")
     running.wait_for_event("checkpoint", timeout_s=150)
     assert running.scale("1:2").returncode == 0
-    of_the_first_ray = [pid for pid, _ in descendants(running.process.pid)]
+    of_the_first_ray = descendants(running.process.pid)
     kill(running, title)
     restored = running.wait_for_event("restore", timeout_s=150)
     assert restored["source"] in ("snapshot", "checkpoint")  # whichever is newer
     if title == "gcs_server":  # whose death leaves the workers the time to save what they hold
         assert restored["lost_steps"] == 0
     running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")
-    wait_until_gone(of_the_first_ray, 60)
+    wait_until_ray_is_gone(of_the_first_ray, 60, agents_too=title != "gcs_server")
     check_stopped(running, lost_steps=restored["lost_steps"])
     assert f"{what} has died: the command starts again from the newest state" in running.output_path.read_text()
     assert set(SHARED_MEMORY.iterdir()) - mapped() <= before

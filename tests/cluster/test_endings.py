@@ -1,9 +1,9 @@
-"""However a run ends, nothing of it is left running."""
+"""However a run ends, nothing of it is left running; one whose run another command has taken leaves it alone."""
 
-from __future__ import annotations
-
+import json
 import os
 import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.checks import check_ledger, summary_of
-from tests.support.command import Commands, descendants
-from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone
-
-pytestmark = pytest.mark.ray
-
-RAYS_OWN_S = 120.0  # two agents of Ray try for a minute to tell a head that is gone of their end
+from tests.support.command import STANDALONE, Commands, Running, descendants
+from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone, wait_until_ray_is_gone
 
 
+@pytest.mark.alone
+@pytest.mark.ray
 @pytest.mark.timeout(300)
-def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(command: Commands) -> None:
+@pytest.mark.parametrize("agents_too", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(
+    command: Commands, agents_too: bool
+) -> None:
     before = set(SHARED_MEMORY.iterdir())
     running = command().start("run.steps=1000000")
     running.wait_for_step(20)
@@ -29,12 +30,13 @@ def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(com
     assert listening
     os.kill(running.process.pid, signal.SIGKILL)
     running.process.wait()
-    wait_until_gone([pid for pid, title in left if not title.startswith(("ray::DashboardA", "ray::RuntimeEnvA"))], 15)
-    wait_until_gone([pid for pid, _ in left], RAYS_OWN_S)
+    wait_until_ray_is_gone(left, 15, agents_too)
     assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
     assert not listening & ports_of(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
+@pytest.mark.alone
+@pytest.mark.ray
 @pytest.mark.timeout(240)
 def test_sigterm_to_all_processes_of_a_run_is_a_stop_and_loses_nothing(command: Commands) -> None:
     before = set(SHARED_MEMORY.iterdir())
@@ -69,3 +71,36 @@ def ports_of(pids: Iterable[int]) -> set[str]:
 
 def tcp_lines() -> list[str]:
     return [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+
+
+OVERRIDES = ["run.steps=1000000", "checkpoint.every=1000 seconds"]
+
+
+def take_over(folder: Path) -> str:
+    """As a command elsewhere does, after a pause of this one's that was longer than a lease."""
+    owner = json.loads((folder / "owner.json").read_text())
+    others = {**owner, "token": "another", "host": "elsewhere", "renewed": time.time()}
+    (folder / "new").write_text(json.dumps(others))
+    (folder / "new").replace(folder / "owner.json")
+    return (folder / "owner.json").read_text()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("maker", "options"),
+    [pytest.param("on_head", {}, marks=pytest.mark.ray), ("command", {"launcher": STANDALONE})],
+    ids=["ray", "torchrun"],
+)
+def test_a_command_whose_run_is_taken_over_ends_and_says_so(
+    request: pytest.FixtureRequest, maker: str, options: dict[str, list[str]]
+) -> None:
+    """Within the interval in which it renews, and without a failure that would make it look."""
+    running: Running = request.getfixturevalue(maker)("taken", **options).start(*OVERRIDES)
+    running.wait_for_step(5)
+    owner = take_over(running.directory)
+    ended = running.wait(40)
+    assert ended.code in (1, 2)
+    assert "error: another command has taken over" in ended.output
+    assert "on elsewhere" in ended.output
+    assert (running.directory / "owner.json").read_text() == owner
+    assert not (running.directory / "checkpoints").exists()

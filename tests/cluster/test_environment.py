@@ -1,13 +1,12 @@
 """Variables of the command that reach the workers, and where their values do not get."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from pathlib import Path
 
 import pytest
 
+from tests.support.checks import check_finished
 from tests.support.command import Commands, Head, files_with
 
 SECRET = f"secret-{uuid.uuid4()}"  # not as text here: the working directory goes to the nodes
@@ -23,8 +22,7 @@ def test_workers_see_the_commands_variables_and_nothing_keeps_a_secret(
         monkeypatch.setenv(name, SECRET)
     task = f"{{target: tests.examples.environment:Seen, args: {{folder: {tmp_path}/seen, names: {NAMES}}}}}"
     run = on_head()
-    finished = run.run("cluster.env={TOKEN: null, THREADS: 2}", f"task={task}", "run.steps=20")
-    assert finished.code == 0, finished.output
+    finished = check_finished(run.start("cluster.env={TOKEN: null, THREADS: 2}", f"task={task}", "run.steps=20"))
     seen = [json.loads(file.read_text()) for file in (tmp_path / "seen").iterdir()]
     assert seen == [SEEN] * 2
     assert files_with(SECRET, run.directory, session_of(head)) == []
@@ -41,8 +39,7 @@ def test_workers_of_an_embedded_ray_see_them_too(
     words = ("cluster.env={TOKEN: null, THREADS: 2}", "cluster.pip=einops", "scaling.num_workers=1")
     for name in ("TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, SECRET)
-    finished = run.run(*words, task, "run.steps=20")
-    assert finished.code == 0, finished.output
+    finished = check_finished(run.start(*words, task, "run.steps=20"))
     assert "cluster.pip: nothing is installed here" in finished.output
     (seen,) = [json.loads(file.read_text()) for file in (tmp_path / "seen").iterdir()]
     assert seen == SEEN

@@ -1,15 +1,12 @@
-"""`steadfast.fit` in a program that has started Ray: elastic workers train objects of the program."""
-
-from __future__ import annotations
+"""Libraries of Ray: `steadfast.fit` in a program that has started Ray, in trials of Ray Tune, and rows of Ray Data."""
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from steadfast.analysis.audit import audit
 from steadfast.config import parse_config
@@ -17,15 +14,17 @@ from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from tests.cluster.elastic_fit import STEPS
 from tests.support.checks import summary_of
-from tests.support.command import ROOT
+from tests.support.programs import run_program
 
-pytestmark = pytest.mark.ray
+# These programs join the Ray that another test may have started on this machine.
+pytestmark = [pytest.mark.ray, pytest.mark.alone]
 
 
 # One program, because a start of Ray takes longer than all the training.
 @pytest.mark.timeout(300)
 def test_fit_under_ray_equals_fit_in_one_process_after_a_worker_was_killed(tmp_path: Path) -> None:
-    (line,) = [line for line in run_program("tests/cluster/elastic_fit.py", tmp_path) if line.startswith("{")]
+    lines = run_program("tests/cluster/elastic_fit.py", tmp_path, timeout_s=280).splitlines()
+    (line,) = [line for line in lines if line.startswith("{")]
     told = json.loads(line)
 
     killed = told["killed"]
@@ -51,7 +50,7 @@ def test_fit_under_ray_equals_fit_in_one_process_after_a_worker_was_killed(tmp_p
 @pytest.mark.timeout(300)
 def test_ray_tune_searches_a_rate_by_fit_in_the_processes_of_its_trials(tmp_path: Path) -> None:
     # Ray may still print lines of the trials after the program's own last line.
-    lines = run_program("tests/examples/tune_fit.py", tmp_path)
+    lines = run_program("tests/examples/tune_fit.py", tmp_path, timeout_s=280).splitlines()
     assert any(line.startswith("the best rate is 0.1, with a loss of ") for line in lines), lines
     for rate in ("0.001", "0.1"):
         assert summary_of(tmp_path / f"lr-{rate}")["status"] == "finished"
@@ -71,7 +70,7 @@ print(losses, [grid.num_errors for grid in grids])
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_trial_of_ray_tune_that_is_killed_is_one_result_with_the_undisturbed_loss(tmp_path: Path) -> None:
-    lines = run_program("-c", tmp_path, KILLED)
+    lines = run_program("-c", KILLED, tmp_path, timeout_s=280).splitlines()
     found = next(line for line in lines if line.startswith("[[("))
     undisturbed, killed = ast.literal_eval(found[: found.index("]]") + 2])
     assert killed == undisturbed
@@ -81,10 +80,18 @@ def test_a_trial_of_ray_tune_that_is_killed_is_one_result_with_the_undisturbed_l
         assert summary_of(tmp_path / "killed" / f"lr-{rate}")["attempts"] == 2
 
 
-def run_program(program: str, storage: Path, *code: str) -> list[str]:
-    """Run a program of a user's own. Return the lines of its output."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "app")])}
-    words = [sys.executable, program, *code, str(storage)]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+def rows() -> Any:
+    from ray import data
+
+    return data.range(5000, override_num_blocks=20).map(lambda row: {"id": row["id"], "square": row["id"] ** 2})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_rows_of_ray_data_become_shards(tmp_path: Path) -> None:
+    (tmp_path / "stream.yaml").write_text('data: {target: "tests.cluster.test_fit_under_ray:rows"}\n')
+    words = ["-m", "steadfast", "index", "--config", "stream.yaml", "--out", "shards"]
+    run_program(*words, cwd=tmp_path, timeout_s=170)
+    found = parquet.read_table(tmp_path / "shards")
+    assert found.column("id").to_pylist() == list(range(5000))
+    assert found.column("square").to_pylist()[-1] == 4999**2

@@ -1,14 +1,11 @@
 """The fork server starts workers as the raylet would, and only those that a fork can serve."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from steadfast.orchestration import fork_worker
 from steadfast.orchestration.fork_server import ForkServer
 from tests.support.checks import check_stopped
 from tests.support.command import FOR_EVER, Commands
+from tests.support.leftovers import wait_until_gone
 
 WORKER = """
 import json, os, random, resource, signal, sys, time
@@ -56,13 +54,13 @@ def server() -> Iterator[ForkServer]:
 class Raylet:
     """Starts a worker as an embedded raylet does."""
 
-    def __init__(self, folder: Path, address: str = ADDRESS) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._script = folder / "default_worker.py"
         self._script.write_text(WORKER)
         (folder / "setup_worker.py").write_text(PLAIN)
         self._environment = os.environ | {"RAY_RAYLET_PID": "1", "RAY_JOB_ID": "01000000"}
-        self._environment[fork_worker.ADDRESS_VARIABLE] = address
+        self._environment[fork_worker.ADDRESS_VARIABLE] = ADDRESS
 
     def start(self, context: dict[str, Any] | None = None, **variables: str) -> subprocess.Popen[str]:
         stated = f"--serialized-runtime-env-context={json.dumps(context or {})}"
@@ -105,21 +103,21 @@ def test_two_workers_draw_different_numbers(raylet: Raylet) -> None:
 
 
 @pytest.mark.parametrize(
-    "context",
+    ("context", "variables"),
     [
-        {"env_vars": {"OMP_NUM_THREADS": "3"}},
-        {"env_vars": {"OF_THE_RUN": "${HOME}"}},
-        {"py_executable": "another python"},
-        {"command_prefix": ["nice"]},
+        ({"env_vars": {"OMP_NUM_THREADS": "3"}}, {}),
+        ({"env_vars": {"OF_THE_RUN": "${HOME}"}}, {}),
+        ({"py_executable": "another python"}, {}),
+        ({"command_prefix": ["nice"]}, {}),
+        ({}, {"RAY_RAYLET_PID": "2"}),
+        ({}, {fork_worker.ADDRESS_VARIABLE: f"{ADDRESS}-nowhere"}),
     ],
+    ids=["threads", "variable", "python", "prefix", "another raylet", "no server"],
 )
-def test_a_worker_that_needs_another_process_is_started_by_ray(raylet: Raylet, context: dict[str, Any]) -> None:
-    assert raylet.run(context) == ({"forked": False}, 8)
-
-
-def test_a_worker_of_another_raylet_is_started_by_ray(raylet: Raylet) -> None:
-    assert raylet.run()[0]["forked"]
-    assert raylet.run(RAY_RAYLET_PID="2") == ({"forked": False}, 8)
+def test_a_worker_that_no_fork_can_serve_is_started_by_ray(
+    raylet: Raylet, context: dict[str, Any], variables: dict[str, str]
+) -> None:
+    assert raylet.run(context, **variables) == ({"forked": False}, 8)
 
 
 def test_a_worker_may_open_as_many_files_as_the_raylet(raylet: Raylet) -> None:
@@ -137,14 +135,7 @@ def test_a_worker_ends_with_the_process_that_the_raylet_knows(raylet: Raylet) ->
     pid = json.loads(process.stdout.readline())["pid"]
     process.kill()
     process.wait()
-    until_s = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < until_s, "the worker runs on"
-        time.sleep(0.05)
-
-
-def test_without_a_server_ray_starts_the_worker(tmp_path: Path) -> None:
-    assert Raylet(tmp_path, f"{ADDRESS}-nowhere").run() == ({"forked": False}, 8)
+    wait_until_gone([pid], 10)
 
 
 def test_workers_of_a_cluster_are_forks_of_one_server_that_ends_with_the_raylet(tmp_path: Path) -> None:
@@ -190,14 +181,3 @@ def test_workers_of_an_embedded_ray_are_forks_and_without_the_server_others_repl
     running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
     assert survivor.is_running(), "the death of the server ends no worker"
     check_stopped(running, lost_steps=0)
-
-
-@pytest.mark.ray
-@pytest.mark.timeout(120)
-def test_forks_end_with_their_raylet(command: Commands) -> None:
-    running = command().start(FOR_EVER)
-    running.wait_for_step(10)
-    forks = [psutil.Process(pid) for pid in running.worker_pids("SlotWorker")]
-    running.process.kill()  # Ray ends with the command, as the kernel sees to it
-    _, alive = psutil.wait_procs(forks, timeout=20)
-    assert not alive

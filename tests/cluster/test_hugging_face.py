@@ -1,29 +1,23 @@
 """The examples of Hugging Face's libraries: a worker is killed, and the result is what their own Trainer comes to."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.checks import check_ledger, summary_of
-from tests.support.command import ROOT, Command, Commands
+from tests.examples import gpt2
+from tests.support.checks import check_finished, check_ledger, summary_of
+from tests.support.command import Command, Commands
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.ray
 
 STEPS = 60
 WORDS = ["scaling.num_workers=[1,2]", f"run.steps={STEPS}", "checkpoint.every=10 steps", "trackers=[]"]
-
-
-def python(*words: object) -> str:
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=240).stdout
 
 
 def train_and_kill(run: Command, *words: str) -> list[dict[str, Any]]:
@@ -33,8 +27,7 @@ def train_and_kill(run: Command, *words: str) -> list[dict[str, Any]]:
     running.wait_for_step(STEPS // 3)
     os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
     running.wait_for_event("failure", kind="worker")
-    finished = running.wait(180)
-    assert finished.code == 0, finished.output
+    check_finished(running, 180)
     check_ledger(run.directory, STEPS)
     return running.events
 
@@ -45,19 +38,37 @@ def check_result(run: Command) -> None:
     The Trainer warms up one step later, and draws other dropout.
     """
     exported = run.directory / "exported"
-    python("main.py", "export", run.directory, "--format", "hf", "--out", exported, "--trust-code")
-    found = json.loads(python("-m", "tests.cluster.trainer", run.directory, exported).splitlines()[-1])
+    run_program("main.py", "export", run.directory, "--format", "hf", "--out", exported, "--trust-code")
+    said = run_program("-m", "tests.cluster.trainer", run.directory, exported, timeout_s=240)
+    found = json.loads(said.splitlines()[-1])
     assert found["difference"] <= 1e-6
     assert summary_of(run.directory)["metrics"]["loss"] == pytest.approx(found["trainer_loss"], rel=0.01)
+
+
+def watched_gpt2(pretrained: str, told: str) -> Any:
+    """Return the example's GPT-2 with a frozen part in evaluation mode, and a spy on its forwards."""
+    watched = gpt2.model(pretrained)
+    assert not watched.training  # as from_pretrained leaves it
+    assert watched.transformer.drop.p > 0
+    watched.train()
+    watched.transformer.h[0].eval().requires_grad_(False)
+
+    def tell(*_: object) -> None:
+        modes = {"dropout": watched.transformer.drop.training, "frozen": watched.transformer.h[0].training}
+        with open(told, "a") as file:
+            file.write(json.dumps({"gradients": torch.is_grad_enabled(), **modes}) + "\n")
+
+    watched.register_forward_pre_hook(tell)
+    return watched
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_gpt2_from_pretrained_trains_and_its_frozen_part_does_not(on_head: Commands, tmp_path: Path) -> None:
-    python("-m", "tests.examples.gpt2", tmp_path / "pretrained")
+    run_program("-m", "tests.examples.gpt2", tmp_path / "pretrained")
     run = on_head("gpt2", config="gpt2_finetune.yaml")
     arguments = f"model.args={{pretrained: {tmp_path}/pretrained, told: {tmp_path}/told}}"
-    train_and_kill(run, "model.target=tests.cluster.watched:model", arguments, "validation.every=20 steps")
+    train_and_kill(run, f"model.target={__name__}:watched_gpt2", arguments, "validation.every=20 steps")
     lines = [line for line in (tmp_path / "told").read_text().splitlines() if line.endswith("}")]
     assert [json.loads(line) for line in sorted(set(lines))] == [
         {"gradients": False, "dropout": False, "frozen": False},

@@ -1,7 +1,5 @@
 """The death of all workers at once, or of the command, long before the first checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -17,7 +15,7 @@ from steadfast.config import parse_config
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import read_key
 from steadfast.storage import LocalStore
-from tests.support.checks import check_audit, check_identical, check_ledger, check_stopped, summary_of
+from tests.support.checks import check_audit, check_finished, check_identical, check_ledger, check_stopped, summary_of
 from tests.support.command import FOR_EVER, Command, Commands, Running
 
 pytestmark = pytest.mark.ray
@@ -87,8 +85,7 @@ def check_the_next_command_goes_on_from_copies(run: Command, *words: str) -> Non
     resumed = run.start(*words)
     restored = resumed.wait_for_event("restore", source="snapshot", timeout_s=150)
     assert holders(name) == server  # there is one, and it has outlived the command
-    finished = resumed.wait()
-    assert finished.code == 0, finished.output
+    check_finished(resumed)
     interval = steps_between_copies(resumed, copied)
     history = check_ledger(run.directory, STEPS)
     print(f"{history.num_lost} steps redone; a copy every {interval:.0f} steps")

@@ -1,14 +1,14 @@
-"""Nodes come and go while the run goes on."""
-
-from __future__ import annotations
+"""Nodes come and go while the run goes on, also in pipelines and in layouts that change with them."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.bed import Bed
 from tests.support.checks import check_replica_waits, check_stopped
-from tests.support.command import FOR_EVER, Commands
+from tests.support.command import FOR_EVER, Commands, Running
+from tests.support.programs import run_program
 
 pytestmark = pytest.mark.ray
 
@@ -81,7 +81,6 @@ def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command: Comm
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command: Commands) -> None:
     with Bed(num_nodes=1) as bed:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=8")
@@ -122,3 +121,67 @@ def test_a_replica_that_loses_a_worker_waits_for_another_and_the_others_go_on(co
     with Bed(num_nodes=4) as bed:
         running = command().start(FOR_EVER, f"cluster.address={bed.address}", *words)
         check_replica_waits(running, bed, after_step=20)
+
+
+SAME = ["precision.kind=fp64", "schedule.kind=constant", "model.dropout=0.1"]
+STAGES = ["parallel={kind: pipeline, stages: 2}", "scaling.num_workers=[2,4]", "checkpoint.every=1000 minutes"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_pipeline_with_lost_workers_that_grows_and_shrinks_has_the_weights_of_one_worker(
+    command: Commands, tmp_path: Path
+) -> None:
+    """Nothing is on storage meanwhile, so the state comes from the other replica."""
+    with Bed(num_nodes=4) as bed:
+        running = command("stages").start(FOR_EVER, f"cluster.address={bed.address}", *SAME, *STAGES)
+        running.wait_for_event("attempt_started", attempt=1, world_size=4)
+        for attempt in (2, 4):
+            train_some_steps(running)
+            bed.kill(bed.nodes[attempt // 2])
+            running.wait_for_event("attempt_started", attempt=attempt, world_size=2, source="rank 0")
+            bed.add()
+            running.wait_for_event("attempt_started", attempt=attempt + 1, world_size=4)
+        for attempt, (bounds, size) in enumerate([("2:2", 2), ("2:4", 4)], 6):
+            train_some_steps(running)
+            assert running.scale(bounds).returncode == 0
+            running.wait_for_event("attempt_started", attempt=attempt, world_size=size)
+        train_some_steps(running)
+        check_stopped(running)
+    last = max(running.history.committed)
+    alone = command("alone")
+    assert alone.run(f"run.steps={last}", *SAME, "scaling.num_workers=1").code == 0
+    found, expected = exported(running.directory, tmp_path), exported(alone.directory, tmp_path)
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_all_workers_that_are_left_train_on_in_another_layout(command: Commands) -> None:
+    words = ["parallel={kind: fsdp, shard_size: auto}", "scaling.num_workers=[2,4]", "checkpoint.every=1000 minutes"]
+    with Bed(num_nodes=4) as bed:
+        running = command().start(FOR_EVER, f"cluster.address={bed.address}", *words)
+        running.wait_for_event("attempt_started", attempt=1, layout="2 x 2")
+        train_some_steps(running)
+        bed.kill(bed.nodes[1])
+        running.wait_for_event("attempt_started", attempt=2, layout="1 x 3", source="snapshot")
+        train_some_steps(running)
+        bed.add()
+        running.wait_for_event("attempt_started", attempt=3, layout="2 x 2")
+        train_some_steps(running)
+        check_stopped(running)
+    assert "layout 2 x 2 -> 1 x 3" in running.output_path.read_text()
+
+
+def train_some_steps(running: Running) -> None:
+    running.wait_for_step(10 + max(running.history.committed, default=0))
+
+
+def exported(run: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Return what plain torch loads from the export of an audited run."""
+    out = folder / f"{run.name}.pt"
+    run_program("main.py", "audit", run)
+    run_program("main.py", "export", run, "--out", out)
+    weights: dict[str, torch.Tensor] = torch.load(out)
+    return weights

@@ -1,7 +1,5 @@
 """What listens in a run on one machine, beside what docs/security.md says; strangers and pauses, which end nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import os

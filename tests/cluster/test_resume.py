@@ -1,15 +1,21 @@
-"""Giving the same command again, in every state that a run can be left in."""
-
-from __future__ import annotations
+"""Giving the same command again, in every state that a run can be left in, on a disk and in a bucket."""
 
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.checks import check_identical, check_ledger, summary_of
-from tests.support.command import Commands, descendants, is_alive
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore, open_store
+from tests.support.checks import check_finished, check_identical, check_ledger, summary_of
+from tests.support.command import Commands, descendants
+from tests.support.events import event_lines
+from tests.support.history import read_ledger
+from tests.support.leftovers import wait_until_gone
+from tests.support.s3 import Proxy
 
 pytestmark = pytest.mark.ray
 
@@ -46,9 +52,7 @@ def test_the_same_command_again(on_head: Commands) -> None:
     resumed.process.kill()
     assert "changed logging.every_steps: 10 -> 20" in resumed.wait().output
 
-    last = run.start(*OVERRIDES)
-    finished = last.wait()
-    assert finished.code == 0, finished.output
+    check_finished(run.start(*OVERRIDES))
     check_ledger(run.directory, STEPS)
     assert summary_of(run.directory)["lost_steps"] <= 50
 
@@ -63,23 +67,6 @@ def test_the_same_command_again(on_head: Commands) -> None:
     check_identical(run.directory, on_head("undisturbed").directory)
 
 
-@pytest.mark.slow  # under torchrun it is proved as well
-@pytest.mark.timeout(240)
-def test_a_run_that_is_extended_uses_each_sample_once(on_head: Commands) -> None:
-    """Of 1438 samples in steps of 64: an epoch ends with a step of 30, and the next one begins behind it."""
-    run = on_head("run", config="digits.yaml")
-    for epochs in (1, 2):
-        finished = run.run(f"run.epochs={epochs}", "run.report=false", small=False)
-        assert finished.code == 0, finished.output
-    assert (
-        "step 23 keeps fewer samples than batch.global_size, because the run had ended with this step; "
-        "the next step begins at position 1438 of the training samples" in finished.output
-    )
-    committed = check_ledger(run.directory, 46).committed
-    assert [step for step, line in committed.items() if line["num_samples"] < 64] == [23, 46]
-    assert summary_of(run.directory)["samples"] == 2 * 1438
-
-
 def test_ctrl_c_before_the_first_step_stops_and_leaves_nothing(command: Commands) -> None:
     run = command()
     running = run.start(*OVERRIDES)
@@ -87,7 +74,7 @@ def test_ctrl_c_before_the_first_step_stops_and_leaves_nothing(command: Commands
     left = [pid for pid, _ in descendants(running.process.pid)]
     running.interrupt()
     assert running.process.wait(30) == 3
-    await_end_of(left)
+    wait_until_gone(left, 20)
     assert not run.directory.exists()
 
 
@@ -100,14 +87,7 @@ def test_ctrl_c_twice_stops_at_once_and_leaves_no_process(command: Commands) -> 
     time.sleep(0.6)  # sooner, and it would count as the same one
     running.process.send_signal(signal.SIGINT)
     assert running.process.wait(5) == 3
-    await_end_of(left)
-
-
-def await_end_of(pids: list[int]) -> None:
-    limit = time.monotonic() + 20
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < limit, "processes are left"
-        time.sleep(0.05)
+    wait_until_gone(left, 20)
 
 
 def test_resume_must_refuses_an_empty_directory_and_never_a_full_one(on_head: Commands) -> None:
@@ -119,3 +99,42 @@ def test_resume_must_refuses_an_empty_directory_and_never_a_full_one(on_head: Co
     refused = full.run("run.steps=5", "run.resume=never")
     assert refused.code == 2
     assert "holds checkpoints" in refused.output
+
+
+@pytest.mark.timeout(300)
+def test_a_run_in_a_bucket_survives_a_worker_and_is_stopped_and_resumed(
+    on_head: Commands, proxy: Proxy, tmp_path: Path
+) -> None:
+    directory = RunDirectory(open_store(proxy.uri("runs/run")))
+    words = [f"run.storage={proxy.uri('runs')}", "checkpoint.every=100 steps"]
+
+    running = on_head().start(*words, "run.steps=1000000")
+    running.wait_until(lambda: read_ledger(directory.store).last_step >= 60, "step 60 in the bucket")
+    os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
+    running.wait_until(lambda: bool(told(directory, "restore")), "the survivor's state")
+    running.interrupt()
+    stopped = running.wait(60)
+    assert stopped.code == 3, stopped.output
+    summary = directory.summary()
+    assert summary is not None
+    reached = summary["step"]
+
+    steps = reached + 50
+    check_finished(on_head().start(*words, f"run.steps={steps}"))
+    restored = told(directory, "restore")[-1]
+    assert (restored["step"], restored["source"], restored["lost_steps"]) == (reached, "checkpoint", 0)
+    assert not (tmp_path / "run").exists()
+    for name in ("config.yaml", "steps.jsonl", "summary.json"):
+        copy(directory, tmp_path / "copy", name)
+    check_ledger(tmp_path / "copy", steps)
+    assert directory.store.list("tensorboard")
+
+
+def told(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
+    return [event for event in event_lines(directory) if event["event"] == name]
+
+
+def copy(directory: RunDirectory, folder: Path, name: str) -> None:
+    parts = directory.store.list(name)
+    data = b"".join(directory.store.read(f"{name}/{part}") for part in parts) or directory.store.read(name)
+    LocalStore(folder).write(name, [data])

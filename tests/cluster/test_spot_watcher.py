@@ -1,7 +1,5 @@
 """A real watcher beside a real Ray node: the cloud announces, Ray drains that node until the announced moment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

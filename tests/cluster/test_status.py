@@ -1,12 +1,12 @@
-"""What `status` says of a run on Ray while it runs, and its report afterwards, of a rank that is slow and is killed."""
-
-from __future__ import annotations
+"""What `status`, the live page, the report and Prometheus say of a run on Ray."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import urllib.request
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,13 @@ from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from tests.support.checks import check_stopped
 from tests.support.command import ROOT, SMALL, Commands, Head, Running
+from tests.support.programs import run_program
 
 SLOW = "faults.inject=[{kind: slow_at, ranks: [1], ms: 60}, {kind: slow_at, ranks: [0], ms: 20}]"
 
 
 def status_of(running: Running) -> dict[str, Any]:
-    command = [sys.executable, "main.py", "status", str(running.directory), "--json"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-    found: dict[str, Any] = json.loads(answer.stdout)
+    found: dict[str, Any] = json.loads(run_program("main.py", "status", running.directory, "--json"))
     return found
 
 
@@ -98,3 +97,44 @@ def test_a_script_operates_a_run_by_its_json(on_head: Commands, head: Head, tmp_
     assert said[1].endswith(" [2, 1] 0")
     assert " finished at step " in said[-2]
     assert weights.exists()
+
+
+_ENDPOINTS = """
+import sys, time, ray
+ray.init(address=sys.argv[1], logging_level="ERROR")
+for _ in range(60):  # a node's agent, which serves it, starts after the node
+    if all(node["MetricsExportPort"] > 0 for node in ray.nodes()):
+        break
+    time.sleep(0.5)
+for node in ray.nodes():
+    print(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics")
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_prometheus_sees_the_run(on_head: Commands, head: Head) -> None:
+    running = on_head("seen").start("run.steps=100000", "logging.every_steps=5", "checkpoint.every=1000 steps")
+    running.wait_for_step(20, timeout_s=150)
+    found = subprocess.run(
+        [sys.executable, "-c", _ENDPOINTS, head.address], capture_output=True, text=True, check=True, env=os.environ
+    )
+    (endpoint,) = found.stdout.split()
+    page = ""
+
+    def seen() -> bool:
+        nonlocal page
+        with urllib.request.urlopen(endpoint, timeout=10) as answer:
+            page = answer.read().decode()
+        return "ray_steadfast_goodput{" in page
+
+    running.wait_until(seen, "metrics of the run", timeout_s=60)
+    values = dict(re.findall(r'ray_steadfast_(\w+){[^}]*run="seen"[^}]*} (\S+)', page))
+    assert float(values["world_size"]) == 2
+    assert float(values["step"]) >= 5
+    assert 0 < float(values["loss"]) < 10
+    assert float(values["samples_per_s"]) > 0
+    assert 0 <= float(values["goodput"]) <= 1
+    running.interrupt()
+    assert running.wait(60).code == 3

@@ -1,7 +1,5 @@
 """The same loop under plain torchrun, and the same result as under Ray."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from steadfast.run.events import RunStarted
 from steadfast.storage import LocalStore
 from steadfast.telemetry.goodput import TimeLedger, read_totals
 from steadfast.telemetry.interruptions import read_interruptions
-from tests.support.checks import check_identical, check_ledger, summary_of
+from tests.support.checks import check_finished, check_identical, check_ledger, summary_of
 from tests.support.command import ROOT, SMALL, STANDALONE, TORCHRUN, Commands
 from tests.support.curves import kill_rank
 from tests.support.history import History
@@ -42,8 +40,7 @@ def test_max_restarts_resumes_a_killed_worker(command: Commands) -> None:
     given_s = psutil.Process(running.process.pid).create_time()
     killed_s = time.time()
     kill_rank(running, 1)
-    finished = running.wait()
-    assert finished.code == 0, finished.output
+    check_finished(running)
     history = check_ledger(run.directory, 400)
     assert history.num_lost <= 40
     assert summary_of(run.directory)["attempts"] == 2
@@ -76,8 +73,7 @@ def check_gap(directory: RunDirectory, history: History, given_s: float, killed_
 @pytest.mark.timeout(240)
 def test_max_restarts_leaves_a_bad_step_out(command: Commands) -> None:
     run = command(launcher=[*STANDALONE, "--max-restarts", "1"])
-    finished = run.run(*OVERRIDES, "faults.inject=[{kind: nan_at, step: 60, rank: 1, times: null}]")
-    assert finished.code == 0, finished.output
+    check_finished(run.start(*OVERRIDES, "faults.inject=[{kind: nan_at, step: 60, rank: 1, times: null}]"))
     history = check_ledger(run.directory, 200)
     assert [step for step, line in history.committed.items() if line.get("skipped")] == [60]
     assert summary_of(run.directory)["samples"] == sum(line["num_samples"] for line in history.committed.values())
@@ -102,8 +98,7 @@ def test_ctrl_c_under_torchrun_checkpoints_and_resumes(command: Commands) -> Non
     running.wait(60)
     reached = summary_of(run.directory)
     assert reached["status"] == "stopped"
-    finished = run.run(*OVERRIDES, f"run.steps={reached['step'] + 20}")
-    assert finished.code == 0, finished.output
+    finished = check_finished(run.start(*OVERRIDES, f"run.steps={reached['step'] + 20}"))
     assert "restored from checkpoint" in finished.output
 
 
@@ -113,8 +108,7 @@ def test_a_run_that_is_extended_uses_each_sample_once(command: Commands) -> None
     """Of 1438 samples in steps of 64: an epoch ends with a step of 30, and the next one begins behind it."""
     run = command(launcher=STANDALONE, config="digits.yaml")
     for length in ("run.epochs=1", "run.steps=30", "run.epochs=2"):
-        finished = run.run(length, "run.report=false", small=False)
-        assert finished.code == 0, finished.output
+        check_finished(run.start(length, "run.report=false", small=False))
     committed = check_ledger(run.directory, 46).committed
     assert [step for step, line in committed.items() if line["num_samples"] < 64] == [23, 46]
     assert summary_of(run.directory)["samples"] == 2 * 1438

@@ -3,8 +3,6 @@
 A process of its own: the libraries warn, and leave threads behind.
 """
 
-from __future__ import annotations
-
 import tests.examples.operators  # noqa: F401 - before transformers
 
 # isort: split

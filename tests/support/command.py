@@ -17,6 +17,7 @@ from steadfast.storage import LocalStore
 from tests.support import processes
 from tests.support.events import event_lines
 from tests.support.history import History, read_ledger
+from tests.support.warm import Forked, Warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +60,7 @@ class Command:
     Attributes:
         head: the head to run on; None leaves it to the overrides.
         started: all that were, for whoever has to see to it that they end.
+        warm: the server that the command is a fork of; None starts a new Python.
     """
 
     storage: Path
@@ -67,6 +69,7 @@ class Command:
     config: str = "ddp.yaml"
     head: Head | None = None
     started: list[Running] = field(default_factory=list)
+    warm: Warm | None = None
 
     @property
     def directory(self) -> Path:
@@ -79,14 +82,19 @@ class Command:
         words += overrides
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(self.storage)}
         output = (self.storage / log).open("w+")
-        process = subprocess.Popen(
-            [sys.executable, *self.launcher, "main.py", "--config", self.config, *words],
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = [*self.launcher, "main.py", "--config", self.config, *words]
+        process: Forked | subprocess.Popen[Any] | None = None
+        if self.warm is not None and not self.launcher:
+            process = self.warm.start(command, environment, output.fileno())
+        if process is None:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         output.close()
         running = Running(process, self.directory, Path(output.name), self.head)
         self.started.append(running)
@@ -108,7 +116,7 @@ class Finished:
 
 @dataclass
 class Running:
-    process: subprocess.Popen[Any]
+    process: Forked | subprocess.Popen[Any]
     directory: Path
     output_path: Path
     head: Head | None = None
@@ -135,11 +143,12 @@ class Running:
         deadline = time.monotonic() + timeout_s
         while True:
             ended = self.process.poll() is not None  # before the look, which so sees all that it has written
+            began_s = time.monotonic()
             if condition():
                 return
             assert not ended, f"ended before {what}:\n{self.output_path.read_text()}"
             assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.output_path.read_text()}"
-            time.sleep(0.02)
+            time.sleep(max(0.02, 5 * (time.monotonic() - began_s)))  # a look reads all of the ledger
 
     @property
     def history(self) -> History:

@@ -1,7 +1,5 @@
 """Real processes that share a store: what workers are to a cluster."""
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os
@@ -15,7 +13,19 @@ import torch.distributed as dist
 
 # Imported once, by a server that each process is then forked from: fresh processes for the price of kept ones. The
 # server computes nothing, so it has no threads that a fork could lose.
-PRELOADED = ["__main__", "steadfast.worker", "tests.support.drill", "tests.support.stepping", "torch._dynamo"]
+PRELOADED = [
+    "steadfast.worker",
+    "steadfast.parallel.fsdp",
+    "steadfast.parallel.deferred",
+    "steadfast.parallel.pipeline",
+    "steadfast.parallel.tensor",
+    "tests.support.drill",
+    "tests.support.stepping",
+    "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
+    "numpy.ma",
+    "tests.support.frozen",  # last
+]
 _GONE = "gone"
 LAST_WORDS_S = 5.0  # for the others to say what they saw of a failure, and for all to leave, before they are killed
 _STUCK_S = 150.0  # after which a process prints its stacks; most tests have a limit of 180 s

@@ -1,7 +1,5 @@
 """Detect what a test leaves behind: environment variables, threads and processes."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -17,8 +15,8 @@ LIFELONG_THREADS = {
     "tqdm_monitor",  # of the bars of a library
 }
 
-# Servers of Python's multiprocessing, one of each for the life of this process.
-LIFELONG_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+# Servers that fork for tests, one of each for the life of this process. Their forks count as this process's own.
+LIFELONG_PROCESSES = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "tests.support.warm")
 
 # Variables that libraries, or worlds for gloo, set when they are first used, and keep on purpose.
 LIBRARIES_VARIABLES = ("PYTEST_", "KMP_", "RAY_", "PYTHONBREAKPOINT", "PYTORCH", "TORCH", "TF_", "XLA_", "GLOO_ENABLE_")
@@ -44,11 +42,11 @@ def forbid_leaks(patience_s: float = PATIENCE_S) -> Iterator[None]:
     def left() -> list[str]:
         new_threads = [each for each in threading.enumerate() if each not in threads]
         names = [f"thread {each.name}" for each in new_threads if each.name not in LIFELONG_THREADS]
-        servers = {pid for pid in processes if not _is_multiprocessings(pid, processes[pid])}
+        servers = {pid for pid in processes if not _is_lifelong(pid, processes[pid])}
         for pid, parent in _descendants().items():  # parents first
             if parent in servers:
                 servers.add(pid)
-            elif pid not in processes and not _is_multiprocessings(pid, parent) and not _has_ended(pid):
+            elif pid not in processes and not _is_lifelong(pid, parent) and not _has_ended(pid):
                 names.append(f"process {pid}: {_command(pid):.200}")
         return names
 
@@ -79,8 +77,8 @@ def _descendants() -> dict[int, int]:
     return found
 
 
-def _is_multiprocessings(pid: int, parent: int) -> bool:
-    """Tell a server of Python's multiprocessing from the processes that it forks, whose command line is the same."""
+def _is_lifelong(pid: int, parent: int) -> bool:
+    """Tell a lifelong server from the processes that it forks, whose command line is the same."""
     return parent == os.getpid() and any(each in _command(pid) for each in LIFELONG_PROCESSES)
 
 

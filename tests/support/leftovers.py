@@ -1,14 +1,16 @@
 """Check that a run leaves no process and no shared memory behind."""
 
-from __future__ import annotations
-
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.support import processes
 from tests.support.command import is_alive
 
 SHARED_MEMORY = Path("/dev/shm")
+_RAYS_AGENTS = ("ray::DashboardA", "ray::RuntimeEnvA")
+_RAYS_AGENTS_S = 120.0  # they try for a minute to report their end to a head that is gone
 
 
 def wait_until_gone(pids: list[int], limit_s: float) -> None:
@@ -16,6 +18,17 @@ def wait_until_gone(pids: list[int], limit_s: float) -> None:
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in alive]
         time.sleep(0.1)  # nobody tells of the death of a process that is not one's child
+
+
+def wait_until_ray_is_gone(found: list[tuple[int, str]], limit_s: float, agents_too: bool) -> None:
+    """Wait for processes of a Ray, given with their titles. Its agents are killed, or waited for."""
+    agents = [pid for pid, title in found if title.startswith(_RAYS_AGENTS)]
+    wait_until_gone([pid for pid, _ in found if pid not in agents], limit_s)
+    if agents_too:
+        wait_until_gone(agents, _RAYS_AGENTS_S)
+    for pid in agents:
+        processes.send(pid, signal.SIGKILL)
+    wait_until_gone(agents, limit_s)
 
 
 def mapped() -> set[Path]:
