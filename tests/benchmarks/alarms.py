@@ -10,8 +10,6 @@ S3 server, which is what freezes. Printed: what was told, what was ended (which 
 seconds until they were named and until they were ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

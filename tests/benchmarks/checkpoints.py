@@ -14,14 +14,13 @@ replaced in steadfast.checkpoint.catalog, which takes it of what it writes and r
 is of one hash, until the end of retention of two.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -30,10 +29,10 @@ from unittest import mock
 
 from steadfast.checkpoint import catalog
 from steadfast.run.directory import RunDirectory
-from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
+from tests.benchmarks.commands import app_under_torchrun, parser_of_pairs, write_config
 from tests.benchmarks.savers import Ours, Training, run_in_ray_train
-from tests.benchmarks.speed import CASES, Case, take_turns
-from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.speed import CASES, Case, app_sections, take_turns
+from tests.benchmarks.statistics import compare_sides, paired_ratio, table, verdict
 from tests.benchmarks.turns import read_text
 from tests.support.events import event_lines
 
@@ -77,26 +76,10 @@ def throughput(options: argparse.Namespace, folder: Path) -> str:
 
 def _run(case: Case, side: str, period: int, steps_per_block: int, num_blocks: int, folder: Path) -> list[str]:
     """Its checkpoints come after step `period`, twice that and so on, which are the first ones of blocks."""
-    num_before = steps_per_block - 1
-    turns = {
-        "folder": str(folder),
-        "side": side,
-        "num_before": num_before,
-        "num_forwards": case.num_forwards(),
-        "steps_per_block": steps_per_block,
-        "num_blocks": num_blocks,
-    }
-    config = write_config(
-        folder / f"{side}.yaml",
-        run={"storage": str(folder / "runs"), "name": side, "steps": num_before + num_blocks * steps_per_block + 1},
-        batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
-        model={"kind": "gpt", **case.model},
-        data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
-        schedule={"kind": "cosine", "warmup_steps": 1},
-        checkpoint={"every": f"{period} steps"},
-        task={"target": "tests.benchmarks.turns:TurnTakingTask", "args": turns},
-    )
-    return app_under_torchrun(config)
+    case = replace(case, steps_per_block=steps_per_block)
+    every = {"every": f"{period} steps"}
+    sections = app_sections(case, side, num_blocks, folder, num_before=steps_per_block - 1, checkpoint=every)
+    return app_under_torchrun(write_config(folder / f"{side}.yaml", **sections))
 
 
 def _checkpoints_in_turns(folder: Path, side: str) -> list[dict[str, Any]]:
@@ -122,23 +105,15 @@ def blocked(options: argparse.Namespace, folder: Path) -> str:
     for name, num_params, num_bytes, rounds in measured:
         steady = {who: seconds[1:] for who, seconds in rounds.items()}
         control = str(paired_ratio(steady["ours"], steady["control"]))
+        subject = [f"{name}, {num_params / 1e6:.1f} M", f"{num_bytes / 1e6:.0f} MB"]
         firsts = {who: seconds[0] for who, seconds in rounds.items() if who not in ("control", "new memory")}
         for rival in [who for who in firsts if who != "ours"]:
             for memory, ours in (("steady", steady["ours"]), ("new", steady["new memory"])):
                 ratio = paired_ratio(ours, steady[rival])
-                rows.append(
-                    [
-                        f"{name}, {num_params / 1e6:.1f} M",
-                        f"{num_bytes / 1e6:.0f} MB",
-                        rival,
-                        memory,
-                        f"{1e3 * median(ours):.1f}",
-                        f"{1e3 * median(steady[rival]):.1f}",
-                        str(ratio),
-                        control if memory == "steady" else "",
-                        verdict(ratio, BLOCKED_LIMIT) if rival == STOCK else "",
-                    ]
-                )
+                blocked_ms = [f"{1e3 * median(seconds):.1f}" for seconds in (ours, steady[rival])]
+                found = verdict(ratio, BLOCKED_LIMIT) if rival == STOCK else ""
+                a_a = control if memory == "steady" else ""
+                rows.append([*subject, rival, memory, *blocked_ms, str(ratio), a_a, found])
         first = ", ".join(f"{who} {1e3 * seconds:.0f} ms" for who, seconds in firsts.items())
         notes.append(f"{name}: {pairs[name]} pairs; the very first calls: {first}")
     sure = f"verdict: the interval reaches down to {BLOCKED_LIMIT:g}"
@@ -162,18 +137,7 @@ def hashing(options: argparse.Namespace, folder: Path) -> str:
     rows = [["state", "from the save to", "with ms", "without ms", "ratio [95 %]", "A/A [95 %]", "verdict"]]
     for until, seconds in (("the commit", commit_s), ("the end of retention", end_s)):
         counted = {side: values[1:] for side, values in seconds.items()}
-        ratio = paired_ratio(counted["with"], counted["without"])
-        rows.append(
-            [
-                f"{training.num_bytes / 1e6:.0f} MB",
-                until,
-                f"{1e3 * median(counted['with']):.0f}",
-                f"{1e3 * median(counted['without']):.0f}",
-                str(ratio),
-                str(paired_ratio(counted["with"], counted["control"])),
-                verdict(ratio, HASHING_LIMIT),
-            ]
-        )
+        rows.append([f"{training.num_bytes / 1e6:.0f} MB", until, *compare_sides(counted, 1, HASHING_LIMIT)])
     return f"{table(rows)}\n{options.pairs} pairs; verdict: the interval reaches down to {HASHING_LIMIT:g}"
 
 
@@ -200,9 +164,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], str]] = {
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of_pairs(20)
     parser.add_argument("--pairs-100m", type=int, default=20, help="of the large model, whose state takes seconds")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a turn, in which one checkpoint is written")
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -48,9 +49,12 @@ def write_config(path: Path, **sections: Any) -> Path:
     return path
 
 
-def end_on_sigterm() -> None:
-    """So that `timeout` and `kill` too leave no contender behind."""
+def parser_of_pairs(default: int) -> argparse.ArgumentParser:
+    """Return a parser with `--pairs`. From here on `timeout` and `kill` too end the command and its contenders."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--pairs", type=int, default=default)
+    return parser
 
 
 class Running:

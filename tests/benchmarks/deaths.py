@@ -6,8 +6,6 @@ Three workers on two real raylets of one machine, beside a head that trains noth
 whose raylet and GCS are killed. Each round kills each kind of process once, by SIGKILL, in a run that trains.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -64,11 +62,14 @@ class Nodes:
         raylets = [pid for pid, title in descendants(os.getpid()) if "raylet/raylet " in title]
         return {raylet: _below(raylet, "SlotWorker") for raylet in raylets}
 
+    def all_workers(self) -> list[int]:
+        return [pid for pids in self.workers().values() for pid in pids]
+
     def wait_until_grown(self) -> None:
         """Wait until the workers are so old that their deaths do not speak against their nodes."""
 
         def grown() -> bool:
-            ages = [time.time() - _born_s(pid) for pids in self.workers().values() for pid in pids]
+            ages = [time.time() - _born_s(pid) for pid in self.all_workers()]
             return len(ages) >= WORLD_SIZE and min(ages) > _GROWN_S
 
         self.running.wait_until(grown, "workers that have lived for a while", _LIMIT_S)
@@ -93,21 +94,9 @@ class Nodes:
         self.cluster.shutdown()
 
 
-def a_worker(nodes: Nodes) -> float:
-    return kill(nodes.of_one_node()[1][0])
-
-
-def all_workers_of_a_node(nodes: Nodes) -> float:
-    return kill(*nodes.of_one_node()[1])
-
-
-def all_workers(nodes: Nodes) -> float:
-    return kill(*(pid for pids in nodes.workers().values() for pid in pids))
-
-
 def the_last_survivor(nodes: Nodes) -> float:
     """Kill all but one, and that one as soon as it trains alone: others are starting."""
-    survivor, *others = [pid for pids in nodes.workers().values() for pid in pids]
+    survivor, *others = nodes.all_workers()
     kill(*others)
 
     def alone() -> bool:  # or taken for dead itself, on a machine that is busy with the newcomers
@@ -115,14 +104,6 @@ def the_last_survivor(nodes: Nodes) -> float:
 
     nodes.running.wait_until(alone, "a world of one", _LIMIT_S)
     return kill(survivor)
-
-
-def coordinator(nodes: Nodes) -> float:
-    return _kill_below(os.getpid(), "ray::Coordinator")
-
-
-def controller(nodes: Nodes) -> float:
-    return _kill_below(os.getpid(), "ray::SlotController")
 
 
 def driver(nodes: Nodes) -> float:
@@ -153,12 +134,12 @@ def a_node(nodes: Nodes) -> float:
 
 # What is killed -> how, and whether a person gives the command again.
 KINDS: dict[str, tuple[Callable[[Nodes], float], bool]] = {
-    "worker": (a_worker, False),
-    "all workers of a node": (all_workers_of_a_node, False),
-    "all workers": (all_workers, False),
+    "worker": (lambda nodes: kill(nodes.of_one_node()[1][0]), False),
+    "all workers of a node": (lambda nodes: kill(*nodes.of_one_node()[1]), False),
+    "all workers": (lambda nodes: kill(*nodes.all_workers()), False),
     "last survivor, while newcomers start": (the_last_survivor, False),
-    "coordinator": (coordinator, False),
-    "controller": (controller, False),
+    "coordinator": (lambda nodes: kill(*_below(os.getpid(), "ray::Coordinator")), False),
+    "controller": (lambda nodes: kill(*_below(os.getpid(), "ray::SlotController")), False),
     "driver": (driver, True),
     "raylet of a worker's node": (raylet_of_a_node, False),
     "node": (a_node, False),
@@ -176,45 +157,48 @@ class Death:
 
 def measure_nodes(folder: Path, kind: str, every: str, rounds: int, names: list[str]) -> dict[str, list[Death]]:
     words = [f"parallel.kind={kind}", f"scaling.num_workers=[1,{WORLD_SIZE}]", f"checkpoint.every={every}"]
-    found: dict[str, list[Death]] = {}
-    if not KINDS.keys() & names:
-        return found
+    wanted = [name for name in names if name in KINDS]
+    if not wanted:
+        return {}
     nodes = Nodes(Command(folder, name=kind), words)
+
+    def strike(name: str) -> Death:
+        if name not in SPARE_WORKERS:
+            nodes.wait_until_grown()
+        return _measured(lambda: nodes.running, partial(KINDS[name][0], nodes), name in RESTARTED)
+
     try:
-        for _ in range(rounds):
-            for name in names:
-                if name in KINDS:
-                    if name not in SPARE_WORKERS:
-                        nodes.wait_until_grown()
-                    strike, restarts = partial(KINDS[name][0], nodes), name in RESTARTED
-                    death = _measured(lambda: nodes.running, strike, restarts)
-                    found.setdefault(name, []).append(death)
-                    print(f"{kind}: {name}: {death.redone} redone, {death.seconds:.2f} s", flush=True)
-    except Exception:  # what has been measured is worth showing
-        traceback.print_exc()
+        return _measure_all(kind, rounds, wanted, strike)
     finally:
         nodes.close()
-    return found
 
 
 def measure_embedded(folder: Path, kind: str, every: str, rounds: int, names: list[str]) -> dict[str, list[Death]]:
     words = [f"parallel.kind={kind}", f"scaling.num_workers={WORLD_SIZE}", f"checkpoint.every={every}"]
-    found: dict[str, list[Death]] = {}
     wanted = [name for name in OWN if name in names]
     if not wanted:
-        return found
+        return {}
     running = Command(folder, name=f"{kind}-embedded").start(*_WORDS, *words)
+
+    def strike(name: str) -> Death:
+        return _measured(lambda: running, lambda: kill(*_below(running.process.pid, OWN[name])), restarts=True)
+
     try:
-        for _ in range(rounds):
-            for name in wanted:
-                strike = partial(_kill_below, running.process.pid, OWN[name])
-                death = _measured(lambda: running, strike, restarts=True)
-                found.setdefault(name, []).append(death)
-                print(f"{kind}: {name}: {death.redone} redone, {death.seconds:.2f} s", flush=True)
-    except Exception:
-        traceback.print_exc()
+        return _measure_all(kind, rounds, wanted, strike)
     finally:
         running.end()
+
+
+def _measure_all(kind: str, rounds: int, names: list[str], strike: Callable[[str], Death]) -> dict[str, list[Death]]:
+    """Return the deaths of each name; where one cannot be measured, what has been measured is worth showing."""
+    found: dict[str, list[Death]] = {}
+    try:
+        for name in names * rounds:
+            death = strike(name)
+            found.setdefault(name, []).append(death)
+            print(f"{kind}: {name}: {death.redone} redone, {death.seconds:.2f} s", flush=True)
+    except Exception:
+        traceback.print_exc()
     return found
 
 
@@ -276,10 +260,6 @@ def _born_s(pid: int) -> float:
 
 def _num_restarted(running: Running) -> int:
     return sum(event["event"] == "process_restarted" for event in running.events)
-
-
-def _kill_below(root: int, title: str) -> float:
-    return kill(*_below(root, title))
 
 
 def _below(root: int, title: str) -> list[int]:

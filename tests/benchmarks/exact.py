@@ -10,9 +10,6 @@ steps with those around them. `--parts` times the pieces by themselves, in one p
 gradient of a microbatch takes to become integers, the way back, and the sum over ranks of fp32 and of int64.
 """
 
-from __future__ import annotations
-
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -27,10 +24,10 @@ from torch import multiprocessing
 
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.storage import LocalStore
-from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
-from tests.benchmarks.sides import COLUMNS, cells, take_sides
+from tests.benchmarks.commands import app_under_torchrun, parser_of_pairs, write_config
+from tests.benchmarks.sides import COLUMNS, take_sides
 from tests.benchmarks.speed import CASES, Case
-from tests.benchmarks.statistics import estimate, table, verdict
+from tests.benchmarks.statistics import compare_sides, estimate, table, verdict
 from tests.support.history import read_ledger
 
 LIMIT = 1.25  # of the time without it
@@ -43,7 +40,7 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> l
     """One row of the table."""
     on, off = ({"run": {"exact": wanted}, "checkpoint": {"node_memory": False}} for wanted in (True, False))
     seconds = take_sides(case, num_pairs, steps_per_block, folder, on, off)
-    return [case.name, f"{case.num_params / 1e6:.2f} M", *cells(seconds, steps_per_block, LIMIT)]
+    return [case.name, f"{case.num_params / 1e6:.2f} M", *compare_sides(seconds, steps_per_block, LIMIT)]
 
 
 def audit(case: Case, num_checks: int, folder: Path) -> list[str]:
@@ -52,9 +49,7 @@ def audit(case: Case, num_checks: int, folder: Path) -> list[str]:
     config = write_config(
         folder / "audit.yaml",
         run={"storage": str(folder / "runs"), "name": "audit", "steps": num_steps, "exact": True, "report": False},
-        batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
-        model={"kind": "gpt", **case.model},
-        data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
+        **case.sections(),
         checkpoint={"node_memory": False},
         audit={"recompute": f"{_CHECK_EVERY} steps"},
     )
@@ -115,9 +110,7 @@ def _milliseconds(act: Callable[[], object], times: int = 15) -> float:
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of_pairs(20)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument(
         "--audit", action="store_true", help="what recompute.every costs in an exact run, by so many checks as pairs"

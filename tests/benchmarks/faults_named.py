@@ -6,8 +6,6 @@ Each fault strikes a real run of two workers that train. From then on the comman
 entry of its document says what has failed and where: an event of `latest`, the causes of an interruption, or the state.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -30,6 +28,7 @@ from tests.benchmarks.statistics import table
 from tests.support import processes
 from tests.support.bed import Bed
 from tests.support.command import FOR_EVER, ROOT, SMALL, STANDALONE, Command, Running, descendants, is_alive
+from tests.support.killing import flip_a_bit
 from tests.support.metadata import INSTANCE_ACTION, metadata_service
 
 LIMIT_S = 60.0
@@ -148,10 +147,7 @@ def damaged_checkpoint(scene: Scene) -> float:
     scene.running.interrupt(signal.SIGTERM)
     scene.running.wait()
     newest = max((scene.running.directory / "checkpoints").iterdir(), key=lambda folder: folder.stat().st_mtime)
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
+    flip_a_bit(max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size))
     struck_s = time.time()
     scene.running = scene.start()
     return struck_s
@@ -167,10 +163,6 @@ def given_again(scene: Scene) -> float:
     struck_s = time.time()
     scene.running = scene.start()
     return struck_s
-
-
-def sigterm(scene: Scene) -> float:
-    return _send(signal.SIGTERM, scene.running.process.pid)
 
 
 def lost_node(scene: Scene) -> float:
@@ -249,7 +241,9 @@ DRILLS = (
             "coordinator killed": Fault(killed("ray::Coordinator"), ("the coordinator",)),
             "command killed": Fault(killed_command, ("^killed", "on .*pid")),
             "killed command given again": Fault(given_again, ("without a report", "again"), of_training=False),
-            "SIGTERM to the command": Fault(sigterm, ("SIGTERM to pid",)),
+            "SIGTERM to the command": Fault(
+                lambda scene: _send(signal.SIGTERM, scene.running.process.pid), ("SIGTERM to pid",)
+            ),
         },
         _USER_CODE,
     ),

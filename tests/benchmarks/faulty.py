@@ -1,7 +1,5 @@
 """User code that fails on request: a loss and a dataset that fail on rank 1 as a file says."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -10,8 +10,6 @@ the step before, to the bit; the one that was struck is given it, the step is do
 must be those of an undisturbed one.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -11,8 +11,6 @@ CPU seconds of a rank for a message). Published: failures for each GPU and day (
 96,000 GPUs (NCCLX), and the times in which gloo connects (pytorch/gloo#408). Assumed: everything else below.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import math

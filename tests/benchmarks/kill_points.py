@@ -8,8 +8,6 @@ A row is right if the run goes on from the newest checkpoint that is whole on st
 undisturbed run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -5,8 +5,6 @@ python -m tests.benchmarks.kills --rounds 5
 The contenders, their model and their settings are those of the verb `chaos`, one after another in one run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle
@@ -95,17 +93,8 @@ def main() -> None:
         redone = " ".join(str(row.redone) for row in measured[name])
         share = f"{ours / median(values):.3f}"
         limit = f"{LIMITS[name]:g}" if name in LIMITS else ""
-        rows.append(
-            [
-                name,
-                str(len(values)),
-                redone,
-                f"{median(values):.2f}",
-                " ".join(f"{v:.2f}" for v in values),
-                share,
-                limit,
-            ]
-        )
+        seconds = " ".join(f"{v:.2f}" for v in values)
+        rows.append([name, str(len(values)), redone, f"{median(values):.2f}", seconds, share, limit])
     print(table(rows))
 
 

@@ -8,32 +8,27 @@ microbatches: the time of one microbatch is the difference of both, and the rest
 share.
 """
 
-from __future__ import annotations
-
-import argparse
 import os
 import shutil
 import signal
 import subprocess
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from steadfast.commands.plan import plan
 from steadfast.config import load_config
-from tests.benchmarks.commands import ROOT, end_on_sigterm
-from tests.benchmarks.speed import CASES
+from tests.benchmarks.commands import ROOT, parser_of_pairs, write_config
+from tests.benchmarks.speed import CASES, app_sections
 from tests.benchmarks.statistics import estimate, paired_ratio, table
-from tests.benchmarks.turns import give_turn, read_text
+from tests.benchmarks.turns import read_text, take_blocks
 from tests.e2e.lab.hosts import Lab
 
 HOSTS = {"one": 11, "two": 12}
 MBIT_PER_S = 1000
 NUM_MICROBATCHES = 4
-_START_S, _TURN_S = 300.0, 120.0
 _COPIED = ("app", "tests", "main.py", "pyproject.toml")
 _STAGES = {"kind": "pipeline", "stages": 2}
 SIDES: dict[str, tuple[dict[str, Any], int]] = {
@@ -45,35 +40,16 @@ SIDES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def write_config(lab: Lab, side: str, num_blocks: int) -> Path:
-    """Write the configuration of a side, and return its path outside of the hosts."""
+def write_side(lab: Lab, side: str, num_blocks: int) -> None:
+    """Write the configuration of a side, where the hosts see it at /mnt/shared."""
     parallel, num_microbatches = SIDES[side]
     case = CASES["10m"]
+    case = replace(case, global_size=case.microbatch_size * num_microbatches, steps_per_block=1)
     # Each worker of a pipeline runs all microbatches, and each of fsdp its own.
-    num_forwards = num_microbatches // (1 if parallel is _STAGES else len(HOSTS))
-    turns = {
-        "folder": "/mnt/shared",
-        "side": side,
-        "num_forwards": num_forwards,
-        "steps_per_block": 1,
-        "num_blocks": num_blocks,
-    }
-    sections = {
-        "run": {"storage": "/mnt/shared/runs", "name": side, "steps": num_blocks + 1, "report": False},
-        "parallel": parallel,
-        "batch": {"global_size": case.microbatch_size * num_microbatches, "microbatch_size": case.microbatch_size},
-        "model": {"kind": "gpt", **case.model},
-        "data": {"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
-        "schedule": {"kind": "cosine", "warmup_steps": 1},
-        "scaling": {"num_workers": len(HOSTS), "gpus_per_worker": 0},
-        "precision": {"kind": "fp32"},
-        "checkpoint": {"every": "1000000 steps", "node_memory": False},
-        "validation": {"every": None},
-        "task": {"target": "tests.benchmarks.turns:TurnTakingTask", "args": turns},
-    }
-    path = lab.storage / f"{side}.yaml"
-    path.write_text(yaml.safe_dump(sections, sort_keys=False))
-    return path
+    sharing = 1 if parallel is _STAGES else len(HOSTS)
+    copies = {"every": "1000000 steps", "node_memory": False}
+    sections = app_sections(case, side, num_blocks, Path("/mnt/shared"), sharing, parallel=parallel, checkpoint=copies)
+    write_config(lab.storage / f"{side}.yaml", **sections)
 
 
 def start(lab: Lab, side: str, port: int) -> list[subprocess.Popen[str]]:
@@ -93,11 +69,10 @@ def start(lab: Lab, side: str, port: int) -> list[subprocess.Popen[str]]:
 def take_turns(lab: Lab, num_pairs: int) -> dict[str, list[float]]:
     """Return the seconds of each side's steps, but for the first."""
     num_blocks = num_pairs + 1
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     with ExitStack() as stack:
         processes: dict[str, list[subprocess.Popen[str]]] = {}
         for port, side in enumerate(SIDES, 29500):
-            write_config(lab, side, num_blocks)
+            write_side(lab, side, num_blocks)
             processes[side] = start(lab, side, port)
             for process in processes[side]:
                 stack.callback(_end, process)
@@ -110,12 +85,7 @@ def take_turns(lab: Lab, num_pairs: int) -> dict[str, list[float]]:
                         f"{side} on {name} ended with {code}: {read_text(lab.storage / f'{side}-{name}.log')}"
                     )
 
-        for block in range(num_blocks):
-            for side in list(SIDES) if block % 2 else list(SIDES)[::-1]:
-                took = give_turn(lab.storage, side, block, len(HOSTS), _TURN_S if block else _START_S, still_alive)
-                if block:
-                    seconds[side].append(took)
-    return seconds
+        return take_blocks(list(SIDES), num_blocks, lab.storage, len(HOSTS), still_alive)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -125,10 +95,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=20)
-    options = parser.parse_args()
+    options = parser_of_pairs(20).parse_args()
     with Lab() as lab:
         for name, number in HOSTS.items():
             lab.add(name, number)

@@ -4,8 +4,6 @@
 short steps and looks at the memory of the driver, the coordinator and the leader meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -72,9 +70,9 @@ def write(folder: Path, num_lines: int) -> None:
     first_again = half - num_lines // 10
     for attempt, first in ((1, 1), (2, first_again)):
         # One line by what writes it in a run. By itself it would take longer than all that is measured.
-        Ledger(directory.store, attempt, Plan.even(48, 8, 4), writes=True).commit(
-            [(_stats(first), StepTimes(0.0101, began_s, 0.0002))]
-        )
+        stats = StepStats(first, 2.4131834506988525, 48, 1.0, 48, 0x9E3779B97F4A7C15, finite=True)
+        written = Ledger(directory.store, attempt, Plan.even(48, 8, 4), writes=True)
+        written.commit([(stats, StepTimes(0.0101, began_s, 0.0002))])
         line = json.dumps(last_lines(directory.store, STEPS)[-1], separators=(",", ":"))
         pattern = line.replace(f'"step":{first}', '"step":%d').replace(f'"time_s":{round(began_s, 4)}', '"time_s":%.4f')
         with (folder / STEPS).open("a") as file:
@@ -82,10 +80,6 @@ def write(folder: Path, num_lines: int) -> None:
                 steps = range(start, min(start + _LINES_AT_ONCE, first + half))
                 ended_s = began_s + attempt
                 file.writelines(pattern % (step, ended_s + 0.0101 * step) + "\n" for step in steps)
-
-
-def _stats(step: int) -> StepStats:
-    return StepStats(step, 2.4131834506988525, 48, 1.0, 48, 0x9E3779B97F4A7C15, finite=True)
 
 
 def read(folder: Path) -> None:

@@ -3,8 +3,6 @@
 python -m tests.benchmarks.memory
 """
 
-from __future__ import annotations
-
 import argparse
 from typing import NamedTuple
 

@@ -6,12 +6,8 @@ Two workers whose microbatches are slowed by `slow_at`, so nearly all of a step 
 matters little. Three runs live side by side and take turns (turns.py): speed, even, and even again for the A/A control.
 """
 
-from __future__ import annotations
-
-import argparse
 import tempfile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -20,9 +16,9 @@ from torch import Tensor, nn
 from steadfast.run.ledger import read_shares
 from steadfast.storage import LocalStore
 from steadfast.tasks import LanguageModeling, Sums
-from tests.benchmarks.commands import app_under_torchrun, end_on_sigterm, write_config
-from tests.benchmarks.speed import take_turns
-from tests.benchmarks.statistics import paired_ratio, table, verdict
+from tests.benchmarks.commands import app_under_torchrun, parser_of_pairs, write_config
+from tests.benchmarks.speed import Case, app_sections, take_turns
+from tests.benchmarks.statistics import compare_sides, paired_ratio, table
 from tests.benchmarks.turns import Turns
 from tests.support.history import read_ledger
 
@@ -32,6 +28,7 @@ CASES = {"3:1": (20, 60), "1:1": (20, 20)}  # milliseconds that a microbatch of 
 SIDES = {"speed": "speed", "even": "even", "control": "even"}
 LIMITS = {"3:1": 1 / 1.75, "1:1": 1.02}  # of speed's time in even's
 MODEL = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "context_length": 16}
+RUN = Case("small", MODEL, 2 * NUM_MICROBATCHES, 2, STEPS_PER_BLOCK)
 
 
 class SharedTurnsTask(LanguageModeling):
@@ -56,41 +53,34 @@ def compare(case: str, num_pairs: int, folder: Path) -> list[str]:
     """One row of the table."""
     commands = {side: app_under_torchrun(_config(case, side, num_pairs + 1, folder)) for side in SIDES}
     seconds = take_turns(commands, num_pairs + 1, folder)
-    step_ms = {side: 1e3 * median(seconds[side]) / STEPS_PER_BLOCK for side in SIDES}
     shares = read_shares(read_ledger(LocalStore(folder / "runs" / "speed")).lines[-1]) or []
-    return [
-        case,
-        ":".join(map(str, shares)),
-        f"{step_ms['speed']:.1f}",
-        f"{step_ms['even']:.1f}",
-        str(paired_ratio(seconds["even"], seconds["speed"])),
-        str(paired_ratio(seconds["even"], seconds["control"])),
-        verdict(paired_ratio(seconds["speed"], seconds["even"]), LIMITS[case]),
-    ]
+    speed_ms, even_ms, _, control, found = compare_sides(seconds, STEPS_PER_BLOCK, LIMITS[case])
+    speed_up = str(paired_ratio(seconds["even"], seconds["speed"]))
+    return [case, ":".join(map(str, shares)), speed_ms, even_ms, speed_up, control, found]
 
 
 def _config(case: str, side: str, num_blocks: int, folder: Path) -> Path:
     slow: list[dict[str, Any]] = [
         {"kind": "slow_at", "ranks": [rank], "ms": added_ms} for rank, added_ms in enumerate(CASES[case])
     ]
-    args = {"folder": str(folder), "side": side, "num_blocks": num_blocks}
-    return write_config(
-        folder / f"{side}.yaml",
-        run={"storage": str(folder / "runs"), "name": side, "steps": num_blocks * STEPS_PER_BLOCK + 1},
-        batch={"global_size": 2 * NUM_MICROBATCHES, "microbatch_size": 2, "balance": SIDES[side]},
+    sections = app_sections(
+        RUN,
+        side,
+        num_blocks,
+        folder,
+        batch={"balance": SIDES[side]},
         parallel={"kind": "ddp", "reducer": "torch"},  # whose model tells which microbatch is the last
-        model={"kind": "gpt", **MODEL},
-        data={"kind": "text", "context_length": MODEL["context_length"], "validation_fraction": 0.0},
-        schedule={"kind": "cosine", "warmup_steps": 1},
         faults={"inject": slow},
-        task={"target": "tests.benchmarks.mixed_speeds:SharedTurnsTask", "args": args},
+        task={
+            "target": "tests.benchmarks.mixed_speeds:SharedTurnsTask",
+            "args": {"folder": str(folder), "side": side, "num_blocks": num_blocks},
+        },
     )
+    return write_config(folder / f"{side}.yaml", **sections)
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=24)
+    parser = parser_of_pairs(24)
     parser.add_argument("--case", choices=CASES, action="append", help="default: all")
     options = parser.parse_args()
     rows = [["workers", "shares", "speed ms/step", "even ms/step", "speed-up [95 %]", "A/A [95 %]", "verdict"]]

@@ -7,17 +7,14 @@ second one is the A/A control. While a side waits for its turn its clock goes on
 copy that it would not have made yet: the cost printed is an upper bound.
 """
 
-from __future__ import annotations
-
-import argparse
 import tempfile
 from pathlib import Path
 
 from steadfast.run.directory import RunDirectory
-from tests.benchmarks.commands import end_on_sigterm
-from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
+from tests.benchmarks.commands import parser_of_pairs
+from tests.benchmarks.sides import COLUMNS, LIMIT, take_sides
 from tests.benchmarks.speed import CASES, Case
-from tests.benchmarks.statistics import table
+from tests.benchmarks.statistics import compare_sides, table
 from tests.support.events import event_lines
 
 
@@ -31,14 +28,12 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> l
         case.name,
         f"{copied['bytes'] / 2**20:.0f} MiB",
         f"{1e3 * copied['stall_s']:.0f}",
-        *cells(seconds, steps_per_block),
+        *compare_sides(seconds, steps_per_block, LIMIT),
     ]
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of_pairs(20)
     parser.add_argument("--steps", type=int, default=24, help="of a turn")
     options = parser.parse_args()
     rows = [["model", "a copy", "first blocked ms", *COLUMNS]]

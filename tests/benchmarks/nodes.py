@@ -6,8 +6,6 @@ Each round does to one run of two nodes: drain one; add one; lose one (its proce
 worker (SIGSTOP: nothing closes); let it be replaced. Limits are those that the project promises.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

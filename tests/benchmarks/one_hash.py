@@ -9,8 +9,6 @@ command itself are killed, and that others resume. Exits with 1 unless all have 
 `optimizer_sha256`. With --ordinary they run without `run.exact`, to show how many hashes there are then.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -50,21 +48,13 @@ def _resized(command: Command, common: list[str], num_steps: int) -> Running:
     running.wait_for_step(few, _START_S)
     for size in (3, 1, 2, 4):
         if len(running.worker_pids("SlotWorker")) > 1:  # alone there would be nobody left
-            _kill_one(running)
+            os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
             running.wait_for_step(running.history.last_step + few, _LEG_S)
-        _scale(running, size)
+        answer = running.scale(f"{size}:{size}")
+        assert answer.returncode == 0, answer.stderr
         running.wait_for_event("attempt_started", _LEG_S, world_size=size)
         running.wait_for_step(running.history.last_step + few, _LEG_S)
     return running
-
-
-def _kill_one(running: Running) -> None:
-    os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
-
-
-def _scale(running: Running, size: int) -> None:
-    answer = running.scale(f"{size}:{size}")
-    assert answer.returncode == 0, answer.stderr
 
 
 def _killed_and_resumed(command: Command, common: list[str], num_steps: int) -> Running:

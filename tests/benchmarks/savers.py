@@ -3,8 +3,6 @@
 All of them are plain Python in one process, so they take turns in it: `worker` is the function of a TorchTrainer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -82,10 +80,10 @@ class Ours:
 
     def __init__(self, training: Training, folder: Path) -> None:
         self._training, self._step = training, 0
-        self._writer = Writer()
+        self.writer = Writer()
         world = World(0, 1, 1, cast(Groups, None))
         parallel = ReplicatedParallelism(DdpConfig(), world, Precision(torch.device("cpu")))
-        self._checkpoints = Checkpoints(Catalog(LocalStore(folder)), world, parallel, self._writer, Fingerprints(""))
+        self._checkpoints = Checkpoints(Catalog(LocalStore(folder)), world, parallel, self.writer, Fingerprints(""))
 
     def save(self) -> float:
         self._step += 1
@@ -101,9 +99,6 @@ class Ours:
             raise RuntimeError(news.line())
         return news
 
-    def forget_memory(self) -> None:
-        self._writer._buffers = (StagingBuffer(), StagingBuffer())
-
 
 class OursInNewMemory:
     """Each save is the first one of a process: into memory that the kernel has yet to find."""
@@ -112,7 +107,7 @@ class OursInNewMemory:
         self._ours, self.settle = ours, ours.settle
 
     def save(self) -> float:
-        self._ours.forget_memory()
+        self._ours.writer._buffers = (StagingBuffer(), StagingBuffer())
         return self._ours.save()
 
 

@@ -8,14 +8,12 @@ again, whose ratio to the first one is the A/A control. Each round is one pair o
 round to round, so that neither drift nor a place in the order favours anyone.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from steadfast.config import GptConfig
@@ -25,17 +23,15 @@ from tests.benchmarks.commands import (
     Running,
     app_under_ray,
     app_under_torchrun,
-    end_on_sigterm,
+    parser_of_pairs,
     peer,
     write_config,
 )
-from tests.benchmarks.statistics import paired_ratio, table, verdict
-from tests.benchmarks.turns import give_turn
+from tests.benchmarks.statistics import compare_sides, table
+from tests.benchmarks.turns import take_blocks
 
 LIMIT = 1.05
 LIMITS = {"ddp": 1.03, "fsdp": LIMIT}  # of the peer's time
-SIDES = ("ours", "peer", "control")
-_START_S, _TURN_S = 300.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,14 @@ class Case:
     def num_forwards(self, num_workers: int = NUM_WORKERS) -> int:
         return self.global_size // (self.microbatch_size * num_workers)
 
+    def sections(self) -> dict[str, Any]:
+        """Return model, data and batch, as a configuration has them."""
+        return {
+            "batch": {"global_size": self.global_size, "microbatch_size": self.microbatch_size},
+            "model": {"kind": "gpt", **self.model},
+            "data": {"kind": "text", "context_length": self.model["context_length"], "validation_fraction": 0.0},
+        }
+
     @property
     def num_params(self) -> int:
         return sum(p.numel() for p in Gpt(GptConfig(**self.model)).parameters())
@@ -60,75 +64,76 @@ CASES = {
 }
 
 
+def app_sections(
+    case: Case,
+    side: str,
+    num_blocks: int,
+    folder: Path,
+    num_workers: int = NUM_WORKERS,
+    num_before: int = 0,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Return the configuration of an app that takes turns as one side.
+
+    Args:
+        folder: in which turns are given.
+        num_before: steps before the first turn.
+        changes: sections that are added, or whose keys replace those here.
+    """
+    turns = {
+        "folder": str(folder),
+        "side": side,
+        "num_before": num_before,
+        "num_forwards": case.num_forwards(num_workers),
+        "steps_per_block": case.steps_per_block,
+        "num_blocks": num_blocks,
+    }
+    num_steps = num_before + num_blocks * case.steps_per_block + 1
+    sections: dict[str, Any] = {
+        "run": {"storage": str(folder / "runs"), "name": side, "steps": num_steps, "report": False},
+        **case.sections(),
+        "schedule": {"kind": "cosine", "warmup_steps": 1},
+        "task": {"target": "tests.benchmarks.turns:TurnTakingTask", "args": turns},
+    }
+    for key, section in changes.items():
+        sections[key] = {**sections.get(key, {}), **section} if isinstance(section, Mapping) else section
+    return sections
+
+
 def compare(case: Case, options: argparse.Namespace, folder: Path) -> list[str]:
     """One row of the table."""
-    num_pairs, launcher = options.pairs, options.launcher
-    num_blocks = num_pairs + 1
-    turns = {"block": case.steps_per_block, "blocks": num_blocks}
-    config = write_config(
-        folder / f"{case.name.replace(' ', '-')}.yaml",
-        run={"storage": str(folder / "runs"), "steps": num_blocks * case.steps_per_block + 1},
-        batch={"global_size": case.global_size, "microbatch_size": case.microbatch_size},
-        model={"kind": "gpt", **case.model},
-        parallel={"kind": options.parallel},
-        compile=options.compile,
-        data={"kind": "text", "context_length": case.model["context_length"], "validation_fraction": 0.0},
-        schedule={"kind": "cosine", "warmup_steps": 1},
-        task={
-            "target": "tests.benchmarks.turns:TurnTakingTask",
-            "args": {
-                "folder": str(folder),
-                "num_forwards": case.num_forwards(),
-                "steps_per_block": case.steps_per_block,
-                "num_blocks": num_blocks,
-            },
-        },
-    )
+    num_blocks = options.pairs + 1
+    turns = {"turns": folder, "block": case.steps_per_block, "blocks": num_blocks}
+    changes = {"parallel": {"kind": options.parallel}, "compile": options.compile}
+    config = write_config(folder / "ours.yaml", **app_sections(case, "ours", num_blocks, folder, **changes))
     commands = {
-        "ours": app_under_ray(config) if launcher == "ray" else app_under_torchrun(config),
-        "peer": peer(config, turns=folder, side="peer", **turns),
-        "control": peer(config, turns=folder, side="control", **turns),
+        "ours": app_under_ray(config) if options.launcher == "ray" else app_under_torchrun(config),
+        "peer": peer(config, side="peer", **turns),
+        "control": peer(config, side="control", **turns),
     }
     seconds = take_turns(commands, num_blocks, folder)
-    ratio = paired_ratio(seconds["ours"], seconds["peer"])
-    step_ms = {side: 1e3 * median(seconds[side]) / case.steps_per_block for side in SIDES}
-    return [
-        case.name,
-        f"{case.num_params / 1e6:.2f} M",
-        f"{step_ms['ours']:.1f}",
-        f"{step_ms['peer']:.1f}",
-        str(ratio),
-        str(paired_ratio(seconds["peer"], seconds["control"])),
-        verdict(ratio, LIMITS[options.parallel]),
-    ]
+    cells = compare_sides(seconds, case.steps_per_block, LIMITS[options.parallel])
+    return [case.name, f"{case.num_params / 1e6:.2f} M", *cells]
 
 
 def take_turns(
     commands: dict[str, list[str]], num_blocks: int, folder: Path, num_workers: int = NUM_WORKERS
 ) -> dict[str, list[float]]:
     """Starts all sides and lets them take turns. The seconds of each side's blocks, but for the first."""
-    seconds: dict[str, list[float]] = {side: [] for side in commands}
-    sides = list(commands)
     with ExitStack() as stack:
-        running = [stack.enter_context(Running(side, commands[side], folder / f"{side}.log")) for side in sides]
+        running = []
+        for side, command in commands.items():
+            running.append(stack.enter_context(Running(side, command, folder / f"{side}.log")))
 
         def still_alive() -> None:
             for each in running:
                 each.check()
 
-        for block in range(num_blocks):
-            for side in sides if block % 2 else sides[::-1]:
-                limit_s = _TURN_S if block else _START_S
-                took = give_turn(folder, side, block, num_workers, limit_s, still_alive)
-                if block:
-                    seconds[side].append(took)
-    return seconds
+        return take_blocks(list(commands), num_blocks, folder, num_workers, still_alive)
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=24)
+    parser = parser_of_pairs(24)
     parser.add_argument("--model", choices=CASES, action="append", help="default: all")
     parser.add_argument("--launcher", choices=("ray", "torchrun"), default="ray", help="what starts the app")
     parser.add_argument("--parallel", choices=LIMITS, default="ddp")

@@ -1,7 +1,5 @@
 """Time in which no rank makes progress, from the ledger."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

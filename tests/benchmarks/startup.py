@@ -6,19 +6,18 @@ One round starts each of them once, alone; the order is reversed from round to r
 seconds that all processes of a command burnt until then, which another user of the machine disturbs far less.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from tests.benchmarks.commands import Running, app_under_ray, app_under_torchrun, end_on_sigterm, peer, write_config
-from tests.benchmarks.processes import family
+import psutil
+
+from tests.benchmarks.commands import Running, app_under_ray, app_under_torchrun, parser_of_pairs, peer, write_config
 from tests.benchmarks.statistics import paired_ratio, table
 
 SIDES = ("app, ray", "app, torchrun", "peer, torchrun")
@@ -68,16 +67,25 @@ def _watch(running: Running, began: float, first_step_at: Callable[[], float | N
     seen: dict[str, float] = {}
     cpu_s: dict[int, float] = {}  # what has ended meanwhile stays counted
     while time.time() - began < _START_S:
-        for process in family(running.process.pid):
-            cpu_s[process.pid] = process.cpu_s
+        for pid, title, seconds in _family(running.process.pid):
+            cpu_s[pid] = seconds
             for phase, mark in RAY_PHASES.items():
-                if phase not in seen and mark in process.title:
+                if phase not in seen and mark in title:
                     seen[phase] = time.time() - began
         if ended := first_step_at():
             return Start(ended - began, sum(cpu_s.values()), len(cpu_s)), seen
         running.check()
         time.sleep(_POLL_S)
     raise TimeoutError(f"{running.name}: no first step within {_START_S:g} s")
+
+
+def _family(pid: int) -> Iterator[tuple[int, str, float]]:
+    """Yield pid, title and CPU seconds of a process and of all that descend from it, but of those that have ended."""
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            yield process.pid, " ".join(process.cmdline()), times.user + times.system
 
 
 def _phases(side: str, started: dict[str, float], seen: dict[str, float], ready_s: float) -> dict[str, float]:
@@ -104,9 +112,7 @@ def _number(path: Path) -> float | None:
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=5)
+    parser = parser_of_pairs(5)
     parser.add_argument("--side", choices=SIDES, action="append", help="default: all")
     options = parser.parse_args()
     sides = options.side or list(SIDES)

@@ -1,8 +1,6 @@
 """Paired comparison on a noisy machine: the median ratio, and an interval that assumes nothing about the noise."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from statistics import median
@@ -46,6 +44,20 @@ def verdict(ratio: Estimate, limit: float) -> str:
     if ratio.low > limit:
         return "fail"
     return "pass, whole interval" if ratio.high <= limit else "pass"
+
+
+def compare_sides(seconds: Mapping[str, Sequence[float]], num_steps: int, limit: float) -> list[str]:
+    """Return milliseconds a step of two sides, their ratio, A/A and the verdict, as cells.
+
+    Args:
+        seconds: of each turn, for three sides: ours, theirs, and theirs again for the A/A control.
+        num_steps: of a turn.
+        limit: of the ratio.
+    """
+    ours, theirs, control = seconds.values()
+    ratio = paired_ratio(ours, theirs)
+    step_ms = [f"{1e3 * median(side) / num_steps:.1f}" for side in (ours, theirs)]
+    return [*step_ms, str(ratio), str(paired_ratio(theirs, control)), verdict(ratio, limit)]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -14,8 +14,6 @@ At least one worker that holds the state is always left alone; `--spare-nobody` 
 last holder of the state and the coordinator too, with an hour between two checkpoints.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
@@ -52,12 +50,14 @@ _WORDS = [
 def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
     """One row of the table."""
     chance, workers = random.Random(options.seed + number), options.workers
+    given = ["checkpoint.every=60 minutes"] if options.spare_nobody else []
+    if options.pace:
+        given.append(f"faults.inject=[{{kind: slow_at, ranks: {list(range(workers))}, ms: {options.pace}}}]")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": workers, "include_dashboard": False})
     try:
         running = Command(folder, f"storm-{number}").start(
             *_WORDS,
-            *pace(options),
-            *rarely(options),
+            *given,
             f"scaling.num_workers=[1,{workers}]",
             f"cluster.address={cluster.address}",
         )
@@ -81,15 +81,6 @@ def storm(folder: Path, number: int, options: argparse.Namespace) -> list[str]:
     alarms = sum(event["event"] == "failure" and event["kind"] == "hang" for event in running.events)
     apart = ["-", "-"] if options.alone else compare(folder, number, running.directory, summary["step"], workers)
     return [*row(number, done, summary, history.lines, alarms), *apart]
-
-
-def pace(options: argparse.Namespace) -> list[str]:
-    ranks = list(range(options.workers))
-    return [f"faults.inject=[{{kind: slow_at, ranks: {ranks}, ms: {options.pace}}}]"] if options.pace else []
-
-
-def rarely(options: argparse.Namespace) -> list[str]:
-    return ["checkpoint.every=60 minutes"] if options.spare_nobody else []
 
 
 def kill_any(running: Running, chance: random.Random, killed_s: float) -> bool:

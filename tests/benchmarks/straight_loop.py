@@ -6,8 +6,6 @@ Model, data, batch, optimizer, schedule, `parallel.kind` and `compile` are those
 fault tolerance, no ledger, no checkpoint, no metrics but a printed loss.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -4,16 +4,13 @@ python -m tests.benchmarks.trackers --pairs 20              # figures of every s
 python -m tests.benchmarks.trackers --pairs 20 --every 10   # as often as by default
 """
 
-from __future__ import annotations
-
-import argparse
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks.commands import end_on_sigterm
-from tests.benchmarks.sides import COLUMNS, LIMIT, cells, take_sides
+from tests.benchmarks.commands import parser_of_pairs
+from tests.benchmarks.sides import COLUMNS, LIMIT, take_sides
 from tests.benchmarks.speed import CASES, Case
-from tests.benchmarks.statistics import table
+from tests.benchmarks.statistics import compare_sides, table
 
 BOTH = [{"kind": "tensorboard"}, {"kind": "wandb", "mode": "offline"}]
 
@@ -24,13 +21,11 @@ def compare(case: Case, num_pairs: int, steps_per_block: int, every: int, folder
     seconds = take_sides(
         case, num_pairs, steps_per_block, folder, {**common, "trackers": BOTH}, {**common, "trackers": []}
     )
-    return [case.name, *cells(seconds, steps_per_block)]
+    return [case.name, *compare_sides(seconds, steps_per_block, LIMIT)]
 
 
 def main() -> None:
-    end_on_sigterm()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = parser_of_pairs(20)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--every", type=int, default=1, help="steps between figures")
     options = parser.parse_args()

@@ -5,12 +5,10 @@ to `{side}-{rank}` when it has ended one. A rank asks at the first microbatch of
 one whole step, whoever wrote the loop, so both sides are measured between the same two points.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from steadfast.tasks import LanguageModeling, Sums
 
 _POLL_S = 0.002
+_START_S, _TURN_S = 300.0, 120.0  # longest first turn, and longest other one
 
 
 class Turns:
@@ -104,6 +103,19 @@ def give_turn(
         still_alive()
         time.sleep(0.02)
     raise TimeoutError(f"{side} did not end block {block} within {timeout_s:g} s")
+
+
+def take_blocks(
+    sides: Sequence[str], num_blocks: int, folder: Path, num_ranks: int, still_alive: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Let sides run blocks in turns, every other round in reversed order. Return the seconds of all but each first."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for block in range(num_blocks):
+        for side in sides if block % 2 else sides[::-1]:
+            took = give_turn(folder, side, block, num_ranks, _TURN_S if block else _START_S, still_alive)
+            if block:
+                seconds[side].append(took)
+    return seconds
 
 
 def read_text(path: Path) -> str:

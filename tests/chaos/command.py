@@ -1,7 +1,5 @@
 """The verb `chaos`: all contenders through the matrix, then the table and the verdict."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

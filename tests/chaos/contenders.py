@@ -1,7 +1,5 @@
 """The contenders: how each is started, what its workers and its nodes are, and what it leaves."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """One contender through its faults, one after another."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

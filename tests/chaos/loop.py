@@ -3,8 +3,6 @@ recommends. The global batch is divided by the number of workers, a `Distributed
 snapshot is taken every few steps, and a start goes on from the newest one, in the middle of an epoch if need be.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import nullcontext

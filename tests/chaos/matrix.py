@@ -1,7 +1,5 @@
 """The faults, what is claimed of this application under each, and what all contenders train: data, no code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 NUM_STEPS = 1000

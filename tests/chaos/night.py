@@ -4,8 +4,6 @@ Four workers have a fault every 15 seconds. The exit code is 1 if a sample is lo
 other bits than those of an undisturbed run. `runs/night` has the figures, the logs and the events.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ checkpoint. Notice: as recommended, with a checkpoint when a node is about to go
 worker, each of which is restarted alone, with torchft's loop.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 import tempfile

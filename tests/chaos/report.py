@@ -1,7 +1,5 @@
 """What the lines that a contender wrote say of a fault, the table, and which claims do not hold. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Schedules of random faults, called storms. The same seed gives the same storm to every contender."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One contender through one storm, and what came of it."""
 
-from __future__ import annotations
-
 import signal
 import statistics
 import time

@@ -3,12 +3,11 @@
 `python -m tests.chaos.storm_page runs/storm/storm.json` writes table, picture and figures into `docs/`.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,24 +30,8 @@ _PUBLISHED = {
     "equal": "equal bits",
 }
 
-COLUMNS = (
-    "wall_s",
-    "ettr",
-    "num_faults",
-    "stall_s",
-    "num_attempts",
-    "num_commands",
-    "executed_steps",
-    "wasted_steps",
-    "wasted_worker_s",
-    "mean_step_time_s",
-    "step_overhead",
-    "e2e_time",
-    "worker_s",
-    "samples_strayed",
-    "difference",
-    "equal",
-)
+_FIELDS = [field.name for field in fields(Outcome)]
+COLUMNS = _FIELDS[_FIELDS.index("wall_s") : _FIELDS.index("equal") + 1]
 _REASONS = {
     "step_overhead": "measured without faults only",
     "stall_s": "no fault that is seen at once",

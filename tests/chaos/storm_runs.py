@@ -1,7 +1,5 @@
 """The verb `chaos --storm`: the same work under the same faults, by every contender, one after another."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -16,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from steadfast.config import Config, load_config
 from steadfast.errors import TrainingError, UsageError
@@ -137,14 +134,11 @@ def run_all(plan: Sequence[tuple[Storm, str]], choice: Choice, out: Path, minute
 
 
 def _write(outcomes: Sequence[Outcome], out: Path) -> None:
-    facts = {"seed": SEED, "machine": _machine(), "versions": _versions()}
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
+    facts = {"seed": SEED, "machine": machine, "versions": _versions()}
     document = {**facts, "outcomes": [asdict(outcome) for outcome in outcomes]}
     (out / "storm.json").write_text(json.dumps(document, indent=1))
     (out / "storm.html").write_text(page(outcomes, facts))
-
-
-def _machine() -> str:
-    return f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
 
 
 def _versions() -> dict[str, str]:
@@ -241,7 +235,7 @@ class Runs:
             mine, theirs = final_weights(contender.folder), final_weights(alone)
         outcome.samples_strayed = strayed(committed, planned, steps)
         outcome.difference = largest_difference(mine, theirs)
-        outcome.equal = _have_same_bits(mine, theirs)
+        outcome.equal = all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
     def _undisturbed(self, contender: Contender) -> Path:
         """Run a contender that is disturbed by nothing, at the first call. Return its folder."""
@@ -266,10 +260,6 @@ class Runs:
 
 def _folder(name: str, number: int) -> str:
     return f"{name.lower().replace(',', '').replace(' ', '-')}-{number}"
-
-
-def _have_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def _contenders_of(storm: Storm) -> list[str]:

@@ -4,8 +4,6 @@
 depend on how many groups are alive, as with torchft's `DistributedSampler`: samples of a group that is away are lost.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The torchrun baseline, after PyTorch's tutorial on fault tolerance: `torchrun ... -m tests.chaos.torchrun_loop`."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

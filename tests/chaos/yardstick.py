@@ -1,7 +1,5 @@
 """How much slower than alone this machine is at the moment: what an absolute limit has to be stretched by."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

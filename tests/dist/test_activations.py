@@ -1,18 +1,15 @@
 """Activation checkpointing: activations that are computed again are the ones that were thrown away."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import tests.examples.operators  # noqa: F401 - before torchvision
 from steadfast.parallel.activations import checkpoint_activations
+from tests.dist.test_models_nobody_here_wrote import CASES, some_inputs
 from tests.support.claims import check_run
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
@@ -43,56 +40,23 @@ def test_running_statistics_learn_once_from_a_microbatch(tmp_path: Path) -> None
     check_run(run, reference(small(tmp_path, *words[:1])))
 
 
-def language_model(model: Any) -> Tensor:
-    tokens = torch.arange(32).reshape(2, 16)
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+def loss_of(model: Any, kind: str) -> Tensor:
+    inputs = some_inputs(kind)
+    loss: Tensor = model(inputs, labels=inputs).loss if kind == "tokens" else model(inputs).square().mean()
     return loss
 
 
-def image_model(model: Any) -> Tensor:
-    logits: Tensor = model(torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32))
-    return logits.square().mean()
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))
-
-
-def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=3, n_head=4))
-
-
-def resnet50() -> Any:
-    from torchvision.models import resnet50
-
-    return resnet50()
-
-
-def vit() -> Any:
-    from torchvision.models import VisionTransformer
-
-    return VisionTransformer(32, 8, 3, 4, 32, 64)
-
-
 @pytest.mark.filterwarnings("ignore")  # of the libraries
-@pytest.mark.parametrize(
-    ("build", "loss"), [(llama, language_model), (gpt2, language_model), (resnet50, image_model), (vit, image_model)]
-)
-def test_gradients_of_models_that_nobody_here_wrote(
-    build: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor]
-) -> None:
-    plain = build().train()
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_models_that_nobody_here_wrote(name: str) -> None:
+    case = CASES[name]
+    plain = case.model().double().train()
     for how in ("full", "selective"):
         other = copy.deepcopy(plain)
         checkpoint_activations(other, how)
         for model in (plain, other):
             model.zero_grad()
             torch.manual_seed(0)  # of dropout
-            loss(model).backward()
+            loss_of(model, case.inputs).backward()
         for (name, ours), theirs in zip(other.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, msg=f"{how}: {name}")

@@ -1,7 +1,5 @@
 """The theorem of steadfast.plan: whoever computes what, a step is the same sum divided by the same count."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from itertools import count, pairwise

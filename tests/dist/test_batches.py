@@ -1,22 +1,24 @@
-"""Samples that are no tuples of tensors, over a whole run."""
-
-from __future__ import annotations
+"""Samples that are no tuples of tensors, shards of MosaicML's Streaming and packed documents, over whole runs."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from steadfast.config import Config, TargetData
+from steadfast.data import build_dataset
 from steadfast.data.batches import Batch
 from steadfast.tasks import IGNORED, LanguageModeling, Sums
-from tests.support.claims import check_equal, check_identical, check_ledger
+from tests.support.claims import check_equal, check_identical, check_ledger, check_run, check_weights
+from tests.support.deaths import plot, survive
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
-from tests.support.reference import expected_ledger
-from tests.support.small import VOCABULARY, Tokens, small
+from tests.support.reference import expected_ledger, reference
+from tests.support.small import CONTEXT, VOCABULARY, Tokens, small
 
 
 class NamedTokens(Tokens):
@@ -60,17 +62,8 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"tokens": tokens.clamp(min=0), "labels": tokens}
 
 
-class NamedModel(nn.Module):
-    """Takes a batch by name, as Hugging Face's models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.head = nn.Linear(12, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.embedding(tokens))
-        return logits
+# Takes a batch by name, as Hugging Face's models do.
+NAMED_MODEL = "model.target=tests.support.models:Embedded"
 
 
 def test_ragged_samples_with_a_function_that_pads_them_are_used_once_over_changes_of_the_world(tmp_path: Path) -> None:
@@ -79,7 +72,7 @@ def test_ragged_samples_with_a_function_that_pads_them_are_used_once_over_change
         f"data.target={here}:RaggedTexts",
         f"data.collate={{target: '{here}:padded'}}",
         f"data.validation.collate={{target: '{here}:padded'}}",
-        f"model.target={here}:NamedModel",
+        NAMED_MODEL,
         "run.epochs=3",
     ]
     config = small(tmp_path / "changing", *words)
@@ -90,7 +83,105 @@ def test_ragged_samples_with_a_function_that_pads_them_are_used_once_over_change
 
 def test_samples_that_validation_cannot_stack_are_told_before_the_first_step(tmp_path: Path) -> None:
     here = "tests.dist.test_batches"
-    words = [f"data.target={here}:RaggedTexts", f"model.target={here}:NamedModel"]
+    words = [f"data.target={here}:RaggedTexts", NAMED_MODEL]
     with pytest.raises(MemberFailed, match=r"DataError: data\.validation\.collate is missing"):
         drill(small(tmp_path, *words, f"data.collate={{target: '{here}:padded'}}"), worlds=[2])
     assert not list(tmp_path.rglob("step-*"))
+
+
+class NextToken(LanguageModeling):
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        assert batch["name"][0].startswith("sample ")
+        return super().loss(model, (batch["tokens"][:, :-1], batch["tokens"][:, 1:]))
+
+
+def write_shards(folder: Path) -> str:
+    """Write 61 samples to shards of a few each."""
+
+    streaming = pytest.importorskip("streaming", reason="needs MosaicML Streaming, which `make` installs")
+    rng = np.random.default_rng(1)
+    with streaming.MDSWriter(
+        out=str(folder), columns={"tokens": "ndarray:int64", "name": "str"}, size_limit=1000
+    ) as writer:
+        for index in range(61):
+            writer.write({"tokens": rng.integers(VOCABULARY, size=CONTEXT + 1), "name": f"sample {index}"})
+    assert len(list(folder.glob("shard.*.mds"))) > 3
+    return str(folder)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files that Streaming leaves to be closed
+def test_shards_are_read_whole_and_once_over_changes_of_the_world(tmp_path: Path) -> None:
+    local = write_shards(tmp_path / "shards")
+    dataset: Any = build_dataset(TargetData(target="tests.examples.streaming:Shards", args={"local": local}))
+    assert [dataset[index]["name"] for index in range(61)] == [f"sample {index}" for index in range(61)]
+    words = [
+        "data.target=tests.examples.streaming:Shards",
+        f"data.args={{local: {local}}}",
+        "task.target=tests.dist.test_batches:NextToken",
+        "run.epochs=3",
+    ]
+    config = small(tmp_path / "changing", *words)
+    run = drill(config, worlds=[2, 1, 2], leave_after=[4, 4])
+    check_ledger(run, expected_ledger(config))
+    check_equal(run.weights, drill(small(tmp_path / "alone", *words), worlds=[1]).weights)
+
+
+END = 0
+
+
+def documents(storage: Path, *words: str) -> Config:
+    chance = np.random.default_rng(3)
+    tokens: list[int] = []
+    while len(tokens) < 2000:
+        tokens += [*chance.integers(1, VOCABULARY, chance.integers(0, 8)), END]
+    storage.mkdir(exist_ok=True)
+    np.array(tokens, np.uint16).tofile(storage / "tokens.bin")
+    return small(
+        storage,
+        f"data={{kind: tokens, path: {storage}/tokens.bin, end_token: {END}, context_length: {CONTEXT}}}",
+        *words,
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "{kind: pipeline, stages: 2}"])
+def test_documents_train_equally_over_changes_of_the_world(tmp_path: Path, kind: str) -> None:
+    config = documents(tmp_path, f"parallel={kind if kind.startswith('{') else f'{{kind: {kind}}}'}")
+    worlds = [2, 4, 2] if "pipeline" in kind else [2, 1, 3]
+    drill(config, worlds=worlds, leave_after=[3, 2], stop_after=2)
+    check_run(drill(config, worlds=worlds[:1]), reference(config))
+
+
+def test_documents_train_equally_through_kills(tmp_path: Path) -> None:
+    config = documents(tmp_path, "run.steps=18", "checkpoint.every=4 steps")
+    check_weights(survive(config, plot(1, 14)).left, reference(config))
+
+
+class Mixing(nn.Module):
+    """Takes positions, but looks at all tokens before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.positions = nn.Embedding(CONTEXT, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        seen = (self.embed(input_ids) + self.positions(position_ids)).cumsum(1)
+        logits: Tensor = self.head(seen)
+        return logits
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_model_that_mixes_documents_is_refused(tmp_path: Path, kind: str) -> None:
+    said = r"UsageError: data\.end_token: the loss of a document depends on the document before it"
+    with pytest.raises(MemberFailed, match=said):
+        drill(
+            documents(tmp_path, "model={target: 'tests.dist.test_batches:Mixing'}", f"parallel.kind={kind}"), worlds=[2]
+        )
+
+
+def test_a_model_of_hugging_face_keeps_documents_apart(tmp_path: Path) -> None:
+    llama = "model.target=tests.dist.test_models_nobody_here_wrote:llama"
+    config = documents(tmp_path, llama, "run.steps=4")
+    found = [line["loss"] for line in drill(config, worlds=[2]).history.lines]
+    assert found == pytest.approx(reference(config).losses, rel=1e-6)  # its angles are float32

@@ -1,9 +1,7 @@
 """Links and collectives as `doctor` measures them, in real processes, on networks that are good, slow and wrong."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,22 +59,31 @@ def test_collectives_that_work_are_right(gang: Gang) -> None:
 @pytest.mark.parametrize(("broken", "where"), [("all_reduce", 2), ("broadcast", 1), ("gather", 0), ("scatter", 2)])
 def test_a_collective_that_corrupts_is_named_with_the_node(gang: Gang, broken: str, where: int) -> None:
     number = 2 + list(COLLECTIVES).index(broken)
-    errors = [
-        each for each in judge_collectives(measured(gang, number, broken, where), "gloo") if each.level == "error"
-    ]
+    findings = judge_collectives(measured(gang, number, broken, where), "gloo")
+    errors = [each for each in findings if each.level == "error"]
     assert len(errors) == 1
     index = 356 if broken == "gather" else 100  # the second of three messages of 256 elements
     assert errors[0].what.startswith(f"{broken} gives w{where} a wrong result: element {index} of ")
 
 
-def narrow(member: Member, port: int, number: int) -> tuple[LinkFigures | None, int]:
-    """Measure a link of 5 Mbit/s. Return what came of it, and the bytes of the largest message."""
+def narrow(num_bytes: int) -> float:
+    """Return the seconds that a message takes over a link of 5 Mbit/s."""
+    return num_bytes / 625e3
+
+
+def bursting(num_bytes: int) -> float:
+    """Return the seconds that a message takes over a link of 80 Mbit/s that lets small messages through at once."""
+    return num_bytes / 1e7 if num_bytes > 2**16 else 0.0
+
+
+def over(member: Member, port: int, number: int, takes_s: Callable[[int], float]) -> tuple[LinkFigures | None, int]:
+    """Measure a link on which messages take these times. Return what came of it, and the bytes of the largest one."""
     largest = 0
 
     def send(tensor: torch.Tensor, *others: Any) -> None:
         nonlocal largest
         largest = max(largest, tensor.nbytes)
-        time.sleep(tensor.nbytes / 625e3)
+        time.sleep(takes_s(tensor.nbytes))
         stock(tensor, *others)
 
     stock = dist.send
@@ -88,29 +95,13 @@ def narrow(member: Member, port: int, number: int) -> tuple[LinkFigures | None, 
 
 
 def test_over_a_link_that_is_very_slow_no_large_message_is_sent(gang: Gang) -> None:
-    (figures, largest), *_ = gang.run(narrow, gang._store.port, 40)
+    (figures, largest), *_ = gang.run(over, gang._store.port, 40, narrow)
     assert largest == 2**19  # the next size would take 14 seconds
     assert 4e5 < figures.bytes_per_s <= 625e3
 
 
-def bursting(member: Member, port: int, number: int) -> LinkFigures | None:
-    """Measure a link of 80 Mbit/s that lets small messages through at once."""
-
-    def send(tensor: torch.Tensor, *others: Any) -> None:
-        if tensor.nbytes > 2**16:
-            time.sleep(tensor.nbytes / 1e7)
-        stock(tensor, *others)
-
-    stock = dist.send
-    if member.number == 2:
-        return None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "send", send)
-        return measure_link(RankHost("127.0.0.1", port, number, member.number, 2), CPU)
-
-
 def test_a_link_that_is_fast_for_small_messages_only_is_slow(gang: Gang) -> None:
-    figures, *_ = gang.run(bursting, gang._store.port, 41)
+    (figures, _), *_ = gang.run(over, gang._store.port, 41, bursting)
     assert 5e6 < figures.bytes_per_s <= 1e7
 
 

@@ -1,7 +1,5 @@
 """`compare` on runs that were trained: one that was disturbed at a known step parts from the other there."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -17,10 +15,10 @@ import torch
 from steadfast.analysis.compare import compare
 from steadfast.hooks.hook import HookContext
 from steadfast.run.directory import RunDirectory
-from steadfast.run.owner import Ownership
 from tests.support import drill as drills
 from tests.support.drill import Drilled
 from tests.support.patches import wait_for_storage
+from tests.support.run_directories import write_as_a_command
 from tests.support.small import small
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +45,7 @@ class Disturb:
 def run(storage: Path, name: str, worlds: Sequence[int], *overrides: str, leave_after: Sequence[int] = ()) -> Drilled:
     config = small(storage, f"run.name={name}", *overrides)
     found = drill(config, worlds=worlds, leave_after=leave_after)
-    directory(storage, name).write_config(config)  # as the command does
+    write_as_a_command(config)
     return found
 
 
@@ -61,8 +59,6 @@ def digests(run: Drilled) -> dict[int, str]:
 
 def command(storage: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Give the literal command, and return its exit code and what it prints."""
-    for name in words[:2]:
-        Ownership.claim(directory(storage, name).store).release()
     runs = [str(storage / name) for name in words[:2]]
     line = [sys.executable, "main.py", "compare", *runs, "--json", *words[2:]]
     answer = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -106,15 +102,6 @@ def test_a_weight_that_was_changed_shows_in_the_next_loss_and_the_next_digest(tm
     assert found["first"]["ran"] == [{"attempt": 1, "world_size": 2, "shares": [4, 3], "nodes": nodes}] * 2
     assert found["shared_otherwise"] is None
     assert [change["key"] for change in found["changes"]] == ["hooks"]
-
-
-def test_with_a_digest_of_each_step_the_changed_step_itself_is_named(tmp_path: Path) -> None:
-    run(tmp_path, "one", [2], EVERY_STEP)
-    run(tmp_path, "other", [2], EVERY_STEP, DISTURB)
-    found = compare(directory(tmp_path, "one"), directory(tmp_path, "other"))
-    assert found.first is not None
-    assert (found.first.step, list(found.first.values)) == (6, ["weights"])
-    assert (found.weights_same, found.weights_differ) == (5, 6)
 
 
 def test_a_step_that_was_left_out_is_the_difference(tmp_path: Path) -> None:

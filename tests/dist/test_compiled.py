@@ -1,7 +1,5 @@
 """Compiled layers: the result is the one without, nothing is compiled again, and nobody waits for a newcomer."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -16,9 +14,10 @@ from torch import Tensor, nn
 from steadfast.hooks.hook import HookContext
 from tests.support.claims import check_run
 from tests.support.drill import Drilled, drill
+from tests.support.models import Embedded
 from tests.support.patches import write_no_code
 from tests.support.reference import reference
-from tests.support.small import CONTEXT, VOCABULARY, small
+from tests.support.small import CONTEXT, small
 
 KINDS = ["ddp", "fsdp"]
 GRAPHS = 2  # one of all layers, and one of the loss
@@ -64,24 +63,16 @@ def check_nothing_is_told(run: Drilled) -> None:
     assert not told & {"recompiled", "graph_break", "not_compiled"}
 
 
-def check_compiled(tmp_path: Path, kind: str, worlds: list[int], leave_after: list[int]) -> None:
-    """By the compiler that users have, which is slow where it has not compiled these layers before."""
-    words = compiling(tmp_path, f"parallel.kind={kind}", "run.steps=20")
-    run = drill(small(tmp_path, *words), worlds, leave_after)
-    check_run(run, reference(small(tmp_path, "run.steps=20")))
-    check_nothing_is_told(run)
-    probed = kind == "fsdp"
-    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [GRAPHS + probed] * max(worlds)
-
-
-def test_with_dropout_the_result_is_that_without(tmp_path: Path) -> None:
-    check_compiled(tmp_path, "ddp", worlds=[1], leave_after=[])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_dropout_and_resizes_the_result_is_that_without(tmp_path: Path, kind: str) -> None:
-    check_compiled(tmp_path, kind, worlds=[1, 2, 3], leave_after=[6, 6])
+    """By the compiler that users have, which is slow where it has not compiled these layers before."""
+    words = compiling(tmp_path, f"parallel.kind={kind}", "run.steps=20")
+    run = drill(small(tmp_path, *words), worlds=[1, 2, 3], leave_after=[6, 6])
+    check_run(run, reference(small(tmp_path, "run.steps=20")))
+    check_nothing_is_told(run)
+    probed = kind == "fsdp"
+    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [GRAPHS + probed] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,18 +170,16 @@ class Breaking(nn.Module):
         return inputs.tanh()
 
 
-class BrokenLayers(nn.Module):
+class BrokenLayers(Embedded):
     """Two like layers, each with something in it that no compiler takes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
         self.layers = nn.Sequential(Breaking(), Breaking())
-        self.head = nn.Linear(12, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.layers(self.embedding(tokens)))
-        return logits
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        broken: Tensor = self.layers(hidden)
+        return broken
 
 
 def test_a_graph_break_is_told_once_and_costs_nothing_else(tmp_path: Path) -> None:
@@ -201,23 +190,18 @@ def test_a_graph_break_is_told_once_and_costs_nothing_else(tmp_path: Path) -> No
     assert event["place"].startswith(__file__)
 
 
-class Ragged(nn.Module):
+class Ragged(Embedded):
     """A model that looks at all but the last token in every second forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
         self.layers = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12))
-        self.head = nn.Linear(12, VOCABULARY)
         self._num_forwards = 0
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         self._num_forwards += 1
-        hidden = self.embedding(tokens)
         num_read = CONTEXT - self._num_forwards % 2
-        read = self.layers(hidden[:, :num_read])
-        logits: Tensor = self.head(torch.cat([read, hidden[:, num_read:]], dim=1))
-        return logits
+        return torch.cat([self.layers(hidden[:, :num_read]), hidden[:, num_read:]], dim=1)
 
 
 def test_a_recompilation_is_told_with_its_reason(tmp_path: Path) -> None:

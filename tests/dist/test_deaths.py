@@ -1,7 +1,5 @@
 """Nothing that a dead peer had a hand in reaches weights, metrics or checkpoints, on a communicator like NCCL's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,14 +37,8 @@ NUM_COLLECTIVES = {"ddp": 110, "fsdp": 45}
 
 
 def config_of(storage: Path, kind: str, *overrides: str) -> Config:
-    return small(
-        storage,
-        f"parallel.kind={kind}",
-        "run.steps=24",
-        "validation.every=3 steps",
-        "checkpoint.every=4 steps",
-        *overrides,
-    )
+    words = [f"parallel.kind={kind}", "run.steps=24", "validation.every=3 steps", "checkpoint.every=4 steps"]
+    return small(storage, *words, *overrides)
 
 
 def several_buckets() -> None:
@@ -54,11 +46,6 @@ def several_buckets() -> None:
     steadfast.parallel.buckets._FIRST_BYTES = 2048
     steadfast.parallel.buckets._CAP_MB = 1
     steadfast.parallel.buckets._MIB = 4096
-
-
-@pytest.fixture(scope="module")
-def calm_ddp(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return undisturbed(config_of(tmp_path_factory.mktemp("undisturbed"), "ddp"), several_buckets)
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
@@ -189,16 +176,17 @@ def with_a_collective_after_the_gate() -> None:
     Precision.update = update
 
 
+@pytest.mark.parametrize("kind", ["ddp"], indirect=True)
 @pytest.mark.parametrize(
     "mutation", [without_a_gate, with_the_flag_set_after_the_abort, with_a_collective_after_the_gate]
 )
-def test_what_lets_garbage_in_is_noticed(tmp_path: Path, calm_ddp: Undisturbed, mutation: Callable[[], None]) -> None:
+def test_what_lets_garbage_in_is_noticed(tmp_path: Path, calm: Undisturbed, mutation: Callable[[], None]) -> None:
     """Of a few plots, at least one shows it."""
     noticed = 0
     for seed in range(6):
         config = config_of(tmp_path / str(seed), "ddp")
         try:
-            check(config, survive(config, plot(seed, NUM_COLLECTIVES["ddp"]), mutation), calm_ddp)
+            check(config, survive(config, plot(seed, NUM_COLLECTIVES["ddp"]), mutation), calm)
         except (AssertionError, MemberFailed):
             noticed += 1
             break

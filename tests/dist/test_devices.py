@@ -1,7 +1,5 @@
 """Ranks on unequal GPUs compute in one format, and are measured by the sum of their peaks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """`run.exact`: the same bits for any number of workers, any shares, and whatever becomes of the workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -98,27 +96,39 @@ def mean_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
     return float(torch.cat(differences).mean())
 
 
+def runs(
+    storage: Path,
+    schedules: Sequence[Sequence[Members]],
+    *words: str,
+    leave_after: Sequence[int] = (),
+    patch: Callable[[], None] | None = None,
+) -> list[Drilled]:
+    """Return an exact run in 32 bits for each schedule of worlds."""
+    found = []
+    for number, worlds in enumerate(schedules):
+        config = small(storage / str(number), EXACT, "precision.kind=fp32", *words)
+        found.append(drill(config, worlds=worlds, leave_after=leave_after[: len(worlds) - 1], patch=patch))
+    return found
+
+
+def are_alike(found: Sequence[Drilled]) -> bool:
+    results = [result_of(run) for run in found]
+    return all(result == results[0] for result in results)
+
+
 def test_a_loss_that_draws_from_all_generators_gives_one_hash_at_any_number_of_workers(tmp_path: Path) -> None:
     """As timm's Mixup draws from numpy; the second run is the first one again."""
-    results: list[Result] = []
-    schedules: list[list[Members]] = [[1], [1], [2], [3, 1]]
-    for number, worlds in enumerate(schedules):
-        config = small(tmp_path / str(number), EXACT, "precision.kind=fp32", DRAWING)
-        results.append(result_of(drill(config, worlds=worlds, leave_after=[5][: len(worlds) - 1])))
-    assert all(result == results[0] for result in results)
+    assert are_alike(runs(tmp_path, [[1], [1], [2], [3, 1]], DRAWING, leave_after=[5]))
 
 
 def test_a_step_that_is_left_out_changes_no_bit_of_the_others(tmp_path: Path) -> None:
     """Nor does it matter where the run goes back to."""
-    results: list[Result] = []
-    for number, worlds in enumerate(([1, 1], [3, 2])):
-        bad = "faults.inject=[{kind: nan_at, step: 7, rank: 0}]"
-        every = f"checkpoint.every={2 + number} steps"
-        config = small(tmp_path / str(number), EXACT, "precision.kind=fp32", bad, every)
-        run = drill(config, worlds=worlds)
+    bad = "faults.inject=[{kind: nan_at, step: 7, rank: 0}]"
+    found = runs(tmp_path / "one", [[1, 1]], bad, "checkpoint.every=2 steps")
+    found += runs(tmp_path / "other", [[3, 2]], bad, "checkpoint.every=3 steps")
+    for run in found:
         assert [line["step"] for line in run.history.committed.values() if line.get("skipped")] == [7]
-        results.append(result_of(run))
-    assert results[0] == results[1]
+    assert are_alike(found)
 
 
 class Huge(LanguageModeling):
@@ -130,29 +140,18 @@ class Huge(LanguageModeling):
 
 
 def test_gradients_that_do_not_fit_are_left_out_alike_and_then_fit(tmp_path: Path) -> None:
-    results: list[Result] = []
-    schedules: list[list[Members]] = [[1], [3], [3, 2]]
-    for number, worlds in enumerate(schedules):
-        config = small(
-            tmp_path / str(number), EXACT, "precision.kind=fp32", 'task={target: "tests.dist.test_exact:Huge"}'
-        )
-        run = drill(config, worlds=worlds, leave_after=[1] if len(worlds) > 1 else [])
-        overflowed = [line["step"] for line in run.history.lines if line.get("overflow")]
-        assert overflowed == [1]
-        results.append(result_of(run))
-    assert results[0] == results[1] == results[2]
+    found = runs(tmp_path, [[1], [3], [3, 2]], "task.target=tests.dist.test_exact:Huge", leave_after=[1])
+    for run in found:
+        assert [line["step"] for line in run.history.lines if line.get("overflow")] == [1]
+    assert are_alike(found)
 
 
 def test_parts_of_microbatches_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     """Where memory has run out; the result is then another than with whole ones, and still that of any world."""
     oom = "faults.inject=[{kind: oom_at, step: 3, rank: 0, times: 1}]"
-    results: list[Result] = []
-    for number, worlds in enumerate(([1, 1], [3, 2])):
-        config = small(tmp_path / str(number), EXACT, "precision.kind=fp32", oom, "checkpoint.every=1 steps")
-        run = drill(config, worlds=worlds)
-        assert run.told("forwards_shrunk", "forward_size") == [1]
-        results.append(result_of(run))
-    assert results[0] == results[1]
+    found = runs(tmp_path, [[1, 1], [3, 2]], oom, "checkpoint.every=1 steps")
+    assert [run.told("forwards_shrunk", "forward_size") for run in found] == [[1], [1]]
+    assert are_alike(found)
 
 
 # Products and norms so large that torch divides them among threads.
@@ -173,55 +172,27 @@ WIDE = (
     ],
 )
 def test_what_is_broken_shows_in_the_bits(tmp_path: Path, mutation: Callable[[], None], words: tuple[str, ...]) -> None:
-    results: list[Result] = []
-    for worlds in (1, 2, 3):
-        config = small(tmp_path / str(len(results)), EXACT, "precision.kind=fp32", *words)
-        results.append(result_of(drill(config, worlds=[worlds], patch=mutation)))
-    assert all(result == results[0] for result in results) == (mutation is mutations.nothing)
+    assert are_alike(runs(tmp_path, [[1], [2], [3]], *words, patch=mutation)) == (mutation is mutations.nothing)
 
 
 @pytest.mark.parametrize("patch", [mutations.begin_with_threads, mutations.leave_the_number_of_threads])
 def test_the_number_of_threads_is_not_the_environments(tmp_path: Path, patch: Callable[[int], None]) -> None:
-    results: list[Result] = []
-    for world_size, num_threads in ((1, 1), (2, 1), (1, 4)):
-        config = small(tmp_path / str(len(results)), EXACT, "precision.kind=fp32", *WIDE)
-        results.append(result_of(drill(config, worlds=[world_size], patch=partial(patch, num_threads))))
-    assert results[0] == results[1]
-    assert (results[0] == results[2]) == (patch is mutations.begin_with_threads)
-
-
-class Queue(nn.Module):
-    """A model with a buffer that every forward changes."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(19, 19)
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.seen.add_(1)
-        found: Tensor = self.embed(tokens)
-        return found
-
-
-class Normalised(Queue):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(19)
+    one, two = runs(tmp_path / "one", [[1], [2]], *WIDE, patch=partial(patch, 1))
+    (four,) = runs(tmp_path / "four", [[1]], *WIDE, patch=partial(patch, 4))
+    assert are_alike([one, two])
+    assert are_alike([one, four]) == (patch is mutations.begin_with_threads)
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("Queue", "run.exact: a forward changes the model's buffer seen"),
+        ("Codebook", "run.exact: a forward changes the model's buffer codes"),
         ("Normalised", "its layer norm keeps running statistics"),
     ],
 )
 def test_models_of_which_a_part_follows_from_the_world_are_refused(tmp_path: Path, model: str, message: str) -> None:
     with pytest.raises(MemberFailed, match=message):
-        drill(small(tmp_path, EXACT, f'model={{target: "tests.dist.test_exact:{model}"}}'), worlds=[2])
+        drill(small(tmp_path, EXACT, f"model.target=tests.support.models:{model}"), worlds=[2])
 
 
 def other_hardware_on_one_rank() -> None:

@@ -1,7 +1,5 @@
 """Faults by configuration, in whole runs: they strike, the run goes on the next time, and the result is right."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ def test_a_worker_that_is_out_of_memory_tells_of_its_allocations_first(tmp_path:
     config = small(tmp_path, "faults.inject=[{kind: oom_at, step: 7, rank: 1}]", "profile.memory_history=1000")
     drill(config, worlds=[2, 2], patch=as_on_a_gpu)
     written = tmp_path / "small" / "profile" / "memory-attempt-1-rank-1.pickle"
-    assert written.read_text() == "1000 allocations"
+    assert written.read_text() == "[1000] allocations"
     told = [event for event in event_lines(RunDirectory.of(config)) if event["event"] == "memory_history"]
     assert [(event["attempt"], event["rank"], event["path"]) for event in told] == [(1, 1, str(written))]
 
@@ -54,18 +52,14 @@ def test_a_worker_that_is_out_of_memory_tells_of_its_allocations_first(tmp_path:
 def as_on_a_gpu() -> None:
     """Have the history of memory asked for and written as if the device were a GPU."""
     cuda = torch.device("cuda")
-    remembered = 0
-
-    def record(max_entries: int, stacks: str) -> None:
-        nonlocal remembered
-        remembered = max_entries
+    asked: list[int] = []
 
     def write(config: ProfileConfig, directory: RunDirectory, world: World, _: torch.device, error: Any) -> Any:
         return write_memory_history(config, directory, world, cuda, error)
 
     patch = pytest.MonkeyPatch()  # of a process that ends with the drill
-    patch.setattr("torch.cuda.memory._record_memory_history", record)
-    patch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text(f"{remembered} allocations"))
+    patch.setattr("torch.cuda.memory._record_memory_history", lambda max_entries, stacks: asked.append(max_entries))
+    patch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).write_text(f"{asked} allocations"))
     patch.setattr("steadfast.worker.record_memory_history", lambda config, _: record_memory_history(config, cuda))
     patch.setattr("steadfast.worker.write_memory_history", write)
 
@@ -78,22 +72,3 @@ def test_a_worker_that_drains_ends_the_attempt_and_nothing_is_done_twice(tmp_pat
     assert run.told("attempt_ended", "cause") == ["resized", "finished"]
     assert run.told("fault_injected", "kind") == ["drain_at"]
     assert {line["world_size"] for line in run.history.lines} == {3, 2}
-
-
-def test_a_spike_is_in_the_ledger(tmp_path: Path) -> None:
-    config = small(tmp_path, "faults.inject=[{kind: spike_at, step: 5, rank: 0, factor: 100}]")
-    losses = [line["loss"] for line in drill(config, worlds=[2]).history.lines]
-    assert max(losses) == losses[4] > 10 * losses[3]
-
-
-@pytest.mark.parametrize("phase", ["loader", "forward", "collective", "checkpoint"])
-def test_a_worker_that_hangs_for_a_while_delays_the_run_and_changes_nothing(tmp_path: Path, phase: str) -> None:
-    hang = f"{{kind: hang_at, step: 6, rank: 1, phase: {phase}, seconds: 0.7}}"
-    config = small(tmp_path, f"faults.inject=[{hang}]", "checkpoint.every=6 steps")
-    run = drill(config, worlds=[2])
-    check_weights(run, reference(config))
-    ended = [line["time_s"] for line in run.history.lines]
-    gaps = {step: ended[step] - ended[step - 1] for step in range(1, len(ended))}
-    slowest = max(gaps, key=lambda step: gaps[step])
-    assert gaps[slowest] >= 0.6
-    assert slowest + 1 in (6, 7, 8)

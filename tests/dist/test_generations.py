@@ -1,26 +1,40 @@
-"""Workers come and go while the run goes on: the result is the one that an undisturbed run gives."""
+"""Workers come and go, and runs are extended: the result is the one that an undisturbed run gives."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from steadfast.config import Config
+from steadfast.checkpoint.catalog import path_of
+from steadfast.config import Config, DataParallelConfig
+from steadfast.errors import UsageError
+from steadfast.launch.resume import start_or_resume
 from steadfast.loop.worker_state import WorkerState
-from tests.support.claims import EQUAL, check_checkpoint, check_equal, check_identical, check_run, largest_difference
-from tests.support.drill import Drilled, drill
+from steadfast.parallel import build_parallel
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import RunStarted
+from tests.support.claims import (
+    EQUAL,
+    check_checkpoint,
+    check_equal,
+    check_identical,
+    check_run,
+    check_weights,
+    largest_difference,
+)
+from tests.support.drill import Drilled, Members, drill
 from tests.support.gang import MemberFailed
+from tests.support.patches import put_all_beyond_reach
 from tests.support.reference import reference
 from tests.support.small import DRAWING, small
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def kind(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +136,8 @@ def test_a_dataset_that_draws_its_samples_when_it_is_built_is_the_same_on_every_
         ]
         return small(storage, f"data={parts[0]}, validation: {parts[1]}}}}}")
 
-    alone, resized = (
-        drill(config(tmp_path / "1"), worlds=[1]),
-        drill(config(tmp_path / "2"), worlds=[2, 3], leave_after=[3]),
-    )
+    alone = drill(config(tmp_path / "1"), worlds=[1])
+    resized = drill(config(tmp_path / "2"), worlds=[2, 3], leave_after=[3])
     check_equal(resized.weights, alone.weights)
     assert resized.summary["metrics"]["loss"] == pytest.approx(alone.summary["metrics"]["loss"], abs=EQUAL)
     worker = WorkerState(config(tmp_path), torch.device("cpu"))
@@ -188,3 +200,79 @@ def test_a_dataset_that_draws_from_every_generator_is_known_again(tmp_path: Path
     config = small(tmp_path, "data.args.all_generators=true")
     drill(config, worlds=[2], stop_after=4)
     assert drill(config, worlds=[2]).summary["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "worlds", "sources"),
+    [
+        ("{kind: fsdp, cpu_offload: true}", [3, 2, 4], ["snapshot", "snapshot"]),
+        ("{kind: fsdp, cpu_offload: true, shard_size: 2}", [4, [2, 3], 4], ["rank 0", "rank 2"]),
+    ],
+)
+def test_worlds_of_other_sizes_go_on_with_state_that_fsdp_keeps_in_the_hosts_memory(
+    parallel: str, worlds: list[Members], sources: list[str], tmp_path: Path
+) -> None:
+    config = small(tmp_path, f"parallel={parallel}")
+    run = drill(config, worlds=worlds, leave_after=[4, 4], patch=put_all_beyond_reach)
+    check_run(run, reference(config))
+    assert run.told("restore", "step") == [5, 10]
+    assert run.told("restore", "source") == sources
+
+
+def test_one_worker_of_data_parallel_trains_as_one_process_does_and_is_told_of_ddp(tmp_path: Path) -> None:
+    config = small(tmp_path, "parallel.kind=data_parallel", "scaling.num_workers=1")
+    run = drill(config, worlds=[1])
+    check_run(run, reference(config))
+    (notice,) = run.told("notice", "text")
+    assert notice.startswith("parallel.kind=data_parallel copies the model to each GPU in every forward")
+
+
+def test_a_second_worker_of_data_parallel_is_refused() -> None:
+    world: Any = SimpleNamespace(size=2)
+    with pytest.raises(UsageError, match="data_parallel is one process, and there are 2: use ddp"):
+        build_parallel(DataParallelConfig(), world, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+
+
+FIRST = 5  # steps of the first epoch of a run that is extended: 55 samples, of which the last step has 3
+
+
+def train(config: Config, worlds: Sequence[int], leave_after: Sequence[int] = ()) -> Drilled:
+    """Do what the command does, with a drill in place of a launcher."""
+    assert start_or_resume(config, RunDirectory.of(config), RunStarted(launcher="drill"), lambda line: None)
+    return drill(config, worlds=worlds, leave_after=leave_after)
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.more)])
+def test_an_extended_run_equals_one_process_that_leaves_no_sample_out(tmp_path: Path, kind: str) -> None:
+    # A rate that the length has no part in.
+    words = [f"parallel.kind={kind}", "schedule.kind=constant", "validation.every=1 epoch"]
+    train(small(tmp_path, "run.epochs=1", *words), worlds=[2])
+    train(small(tmp_path, "run.epochs=2", *words), worlds=[3, 2], leave_after=[2])
+    last = small(tmp_path, "run.epochs=4", *words)
+    run = train(last, worlds=[2])
+    assert run.told("short_step", "position") == [55, 110]
+    assert [line["num_samples"] for line in run.history.lines].count(3) == 2
+    assert run.told("validation", "step") == [5, 10, 15, 19]  # the steps in which an epoch ends
+    check_run(run, reference(last, ended_at=[1, 2]))
+
+
+def test_a_short_step_that_is_done_again_is_as_short_as_it_was(tmp_path: Path) -> None:
+    """Its checkpoint is gone, so the extended run goes on from the one before it."""
+    words = ["schedule.kind=constant", "checkpoint.every=2 steps"]
+    first = small(tmp_path, "run.epochs=1", *words)
+    train(first, worlds=[2])
+    directory = RunDirectory.of(first)
+    directory.store.delete(path_of(FIRST))
+    longer = small(tmp_path, "run.steps=9", *words)
+    run = train(longer, worlds=[1])
+    assert run.told("restore", "step") == [FIRST - 1]
+    expected = reference(small(tmp_path, "run.epochs=2", *words), ended_at=[1])
+    lines = run.history.committed
+    assert [lines[step]["num_samples"] for step in range(1, 10)] == expected.num_samples[:9]
+    assert [lines[step]["samples_digest"] for step in range(1, 10)] == [f"{d:016x}" for d in expected.digests[:9]]
+    check_checkpoint(run)
+
+    # In steps and back in epochs: two of them end where they would have without the nine steps.
+    run = train(small(tmp_path, "run.epochs=2", *words), worlds=[2])
+    check_weights(run, expected)
+    assert run.told("short_step", "step") == [FIRST]

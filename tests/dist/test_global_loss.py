@@ -1,7 +1,5 @@
 """Losses over the embeddings of the whole global batch, at any number of workers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,13 @@ from steadfast.data.order import sample_keys
 from steadfast.loop.seed import seed_generators
 from steadfast.optim.schedule import learning_rate
 from steadfast.plan import Microbatch
-from steadfast.run import events
-from steadfast.run.directory import RunDirectory
 from steadfast.tasks import Sums
 from tests.support.claims import EQUAL, check_equal
 from tests.support.deaths import Plot, survive
 from tests.support.drill import drill
 from tests.support.like_nccl import Death
 from tests.support.reference import CPU, GlobalBatch, global_batches, held_out
+from tests.support.run_directories import shrink_forwards
 from tests.support.small import small
 
 WIDTH = 5
@@ -171,9 +168,7 @@ def test_smaller_forwards_leave_the_loss_of_the_global_batch_as_it_is(tmp_path: 
     words = ["batch.microbatch_size=4", model]
     undisturbed = drill(clip(tmp_path / "undisturbed", *words), worlds=[2])
     config = clip(tmp_path / "small", *words)
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.record(events.ForwardsShrunk(step=1, forward_size=3, error="for this test"))
+    shrink_forwards(config, 3)
     shrunk = drill(config, worlds=[2])
     assert [line["loss"] for line in shrunk.history.lines] == pytest.approx(
         [line["loss"] for line in undisturbed.history.lines], abs=EQUAL

@@ -1,7 +1,5 @@
 """What runs the drills for a GPU: states, exit codes, bounds and the table. The drills themselves need the GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,6 +14,8 @@ from tests.gpu.catalog import CATALOG
 from tests.gpu.drills import main
 from tests.gpu.report import exit_code, table
 from tests.gpu.runner import Drill, Result, Runner
+from tests.support.leftovers import wait_until_gone
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,20 +64,10 @@ def test_what_needs_the_app_is_skipped_where_the_app_cannot_be_imported(
     assert results["passes"].state == "REHEARSED"
 
 
-def test_results_are_on_disk_as_they_come(tmp_path: Path) -> None:
-    run(tmp_path, fake("passes", alone=True), fake("fails"))
-    lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
-    assert [(line["name"], line["state"]) for line in lines] == [("passes", "REHEARSED"), ("fails", "FAILED")]
-
-
 def test_a_drill_that_hangs_has_failed_and_leaves_no_process(tmp_path: Path) -> None:
     result = run(tmp_path, fake("hangs", bound_s=1.0))["hangs"]
     assert (result.state, result.reason) == ("FAILED", "it did not end within 2 s")
-    sleeper = Path(f"/proc/{result.figures['sleeper']}/stat")
-    until_s = time.monotonic() + 5
-    while sleeper.exists() and sleeper.read_text().rpartition(") ")[2][0] != "Z":
-        assert time.monotonic() < until_s, "what the drill had started lives on"
-        time.sleep(0.02)
+    wait_until_gone([int(result.figures["sleeper"])], 5)
 
 
 def test_when_the_time_is_over_the_rest_is_skipped(tmp_path: Path) -> None:
@@ -140,28 +130,33 @@ def test_only_those_that_are_named_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "fails           2 it fails\n"
 
 
-def test_without_cuda_one_line_says_what_is_missing(tmp_path: Path) -> None:
+# A module that cannot be imported stands in the place of an interpreter without torch.
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from tests.gpu.drills import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        # One that ends at once, should it be started after all.
+        (["-m", "tests.gpu.drills", "--only", "ceilings", "--out", "new"], "sees no CUDA device"),
+        (["-c", WITHOUT_TORCH, "--out", "new"], "cannot import torch ("),
+    ],
+    ids=["CUDA", "torch"],
+)
+def test_without_cuda_or_torch_one_line_says_what_is_missing(tmp_path: Path, words: list[str], said: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    # One that ends at once, should it be started after all.
-    command = [sys.executable, "-m", "tests.gpu.drills", "--out", str(tmp_path / "new"), "--only", "ceilings"]
+    command = [sys.executable, *words[:-1], str(tmp_path / "new")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (3, "")
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("nothing was checked: torch ")
-    assert "sees no CUDA device" in done.stderr
+    assert done.stderr.startswith("nothing was checked: ")
+    assert said in done.stderr
     assert not (tmp_path / "new").exists()
-
-
-def test_without_torch_too(tmp_path: Path) -> None:
-    # A module that cannot be imported stands in the place of an interpreter without torch.
-    (tmp_path / "torch.py").write_text("raise ImportError('not here')")
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.gpu.drills import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert "cannot import torch (not here)" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_every_drill_says_what_it_asserts_and_needs_no_ray() -> None:
@@ -176,23 +171,21 @@ for drill in CATALOG:
 import steadfast.launch.torchrun, steadfast.commands.train
 print([name for name in ("ray", "pyarrow", "tensorboard", "pytest", "sklearn") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[]", done.stderr
-    assert len({drill.name for drill in CATALOG}) == len(CATALOG)
-    assert {drill.needs for drill in CATALOG} - {""} <= {drill.name for drill in CATALOG}
+    assert run_program("-c", code).strip() == "[]"
 
 
-def test_the_two_parts_are_all_drills() -> None:
-    assert {drill.part for drill in CATALOG} == {1, 2}
+def test_every_drill_has_a_name_of_its_own_and_is_in_the_part_of_the_one_that_it_needs() -> None:
     parts = {drill.name: drill.part for drill in CATALOG}
+    assert len(parts) == len(CATALOG)
+    assert {*parts.values()} == {1, 2}
     assert all(parts[drill.needs] == drill.part for drill in CATALOG if drill.needs)
 
 
-def test_a_part_runs_its_drills_alone(tmp_path: Path) -> None:
-    drills = [fake("passes", part=1), fake("fails", part=2)]
-    assert main(["--out", str(tmp_path), "--device", "cpu", "--part", "1"], drills) == 0
+def test_a_part_runs_its_drills_alone_and_their_results_are_on_disk(tmp_path: Path) -> None:
+    drills = [fake("passes", part=1, alone=True), fake("fails", part=1), fake("skips", part=2)]
+    assert main(["--out", str(tmp_path), "--device", "cpu", "--part", "1"], drills) == 1
     lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == ["passes"]
+    assert [(line["name"], line["state"]) for line in lines] == [("passes", "REHEARSED"), ("fails", "FAILED")]
 
 
 def test_a_command_that_is_ended_leaves_results_and_logs(tmp_path: Path) -> None:

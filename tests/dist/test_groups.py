@@ -1,13 +1,12 @@
 """How groups end when they cannot go on: a survivor must be able to form the next ones in the same process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from steadfast.world.groups import Groups, PeerLost, WorldRank, is_peer_loss
 from steadfast.world.timeouts import Timeouts
 from tests.support.gang import Gang, Member
+from tests.support.reference import CPU
 
 GENERATIONS = 5
 FORM_S = 30.0  # less than the time limit of the store
@@ -25,7 +25,7 @@ def abort_and_form_again(member: Member, size: int) -> list[int]:
     """The sum over ranks and the pid, generation after generation, each of which every rank aborts."""
     sums = []
     for generation in range(GENERATIONS):
-        groups = Groups.form(member.store, WorldRank(member.number, size, generation), torch.device("cpu"), Timeouts())
+        groups = Groups.form(member.store, WorldRank(member.number, size, generation), CPU, Timeouts())
         ones = torch.ones(1)
         dist.all_reduce(ones)
         sums.append(int(ones))
@@ -51,8 +51,7 @@ def stop_half_way(member: Member) -> tuple[bool, int]:
     Returns:
         Whether it was told of the loss, and a sum over the ranks of the next world.
     """
-    cpu = torch.device("cpu")
-    groups = Groups.form(member.store, WorldRank(member.number, 2, 1), cpu, Timeouts())
+    groups = Groups.form(member.store, WorldRank(member.number, 2, 1), CPU, Timeouts())
     message = torch.full((2**26,), 1.0 - member.number)
     work = dist.broadcast(message, 0, async_op=True)
     if member.number == 1:
@@ -73,7 +72,7 @@ def stop_half_way(member: Member) -> tuple[bool, int]:
     if member.number == 0:
         os.kill(pid, signal.SIGCONT)
     groups.destroy()
-    groups = Groups.form(member.store, WorldRank(member.number, 2, 2), cpu, Timeouts())
+    groups = Groups.form(member.store, WorldRank(member.number, 2, 2), CPU, Timeouts())
     ones = torch.ones(1)
     dist.all_reduce(ones, group=groups.control)
     groups.destroy()
@@ -86,26 +85,21 @@ def test_an_abort_frees_who_has_sent_half_a_message() -> None:
         assert gang.run(stop_half_way) == [(True, 2), (True, 2)]
 
 
-def fail(*_: object, **__: object) -> NoReturn:
-    raise RuntimeError("Connection reset by peer")
-
-
 def fail_to_form_and_form(member: Member, half_way: bool) -> int:
     """One of two waits for the other in vain, which may have come to the first of the groups; then both come."""
-    cpu = torch.device("cpu")
     if member.number == 1 and half_way:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "new_group", fail)
+            patch.setattr(dist, "new_group", Mock(side_effect=RuntimeError("Connection reset by peer")))
             with pytest.raises(PeerLost):
-                Groups.form(member.store, WorldRank(1, 2, 1), cpu, Timeouts())
+                Groups.form(member.store, WorldRank(1, 2, 1), CPU, Timeouts())
     if member.number == 0:
         began_s = time.monotonic()
         with pytest.raises(PeerLost, match="timeout after 300ms" if half_way else "timeout after 800ms"):
-            Groups.form(member.store, WorldRank(0, 2, 1), cpu, Timeouts(silence_s=0.2))
+            Groups.form(member.store, WorldRank(0, 2, 1), CPU, Timeouts(silence_s=0.2))
         assert time.monotonic() - began_s < FORM_S
         limit: timedelta = member.store.timeout  # type: ignore[attr-defined]  # the stub lacks it
         assert limit.total_seconds() > FORM_S  # as before, for other uses of the store
-    groups = Groups.form(member.store, WorldRank(member.number, 2, 2), cpu, Timeouts())
+    groups = Groups.form(member.store, WorldRank(member.number, 2, 2), CPU, Timeouts())
     ones = torch.ones(1)
     dist.all_reduce(ones, group=groups.control)
     groups.destroy()
@@ -159,7 +153,7 @@ def count_operations(member: Member, size: int) -> list[tuple[int, int]]:
         if member.number < num_ranks:
             store = CountingStore(dist.PrefixStore(str(size), member.store))
             rank = WorldRank(member.number, num_ranks, attempt)
-            groups = Groups.form(store, rank, torch.device("cpu"), Timeouts(FORM_S))
+            groups = Groups.form(store, rank, CPU, Timeouts(FORM_S))
             counts.append((store.num_operations, store.num_bytes))
             dist.barrier(groups.control)
             groups.abort()

@@ -1,7 +1,5 @@
 """Hooks: called on all ranks alike, with a state that outlives failures; the average of the weights; early stopping."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +19,7 @@ from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from tests.support.claims import EQUAL, check_equal, check_identical, check_run, check_weights
-from tests.support.drill import Drilled, Members, drill
+from tests.support.drill import Members, drill
 from tests.support.gang import MemberFailed
 from tests.support.patches import put_all_beyond_reach
 from tests.support.reference import held_out, mean_loss, reference
@@ -29,7 +27,6 @@ from tests.support.small import small
 
 EMA = "hooks=[{kind: ema, decay: 0.8}]"
 DIARY = "{target: 'tests.dist.test_hooks:Diary', args: {folder: FOLDER}}"
-STOPPING = "{kind: early_stopping, patience: 2}"
 
 
 class Diary:
@@ -90,7 +87,7 @@ def test_all_ranks_call_hooks_after_the_same_steps_and_their_state_goes_on_in_ev
     config = small(tmp_path, *words, f"parallel.kind={kind}")
     first = drill(config, worlds=[2], stop_after=5)  # agreed on one step later
     run = drill(config, worlds=[3, 2], leave_after=[3])
-    check_run_of(run, config)
+    check_weights(run, reference(config))  # hooks change nothing in what the run computes
     assert [line["step"] for line in first.history.lines] == list(range(1, 7))
     places = [(1, 2, range(1, 7)), (2, 3, range(7, 11)), (3, 2, range(11, 15))]
     expected = []
@@ -108,11 +105,6 @@ def test_all_ranks_call_hooks_after_the_same_steps_and_their_state_goes_on_in_ev
     assert [line[3] for line in diary(tmp_path, "end") if line[1] == 0] == [6, 14]
     drawn = [json.loads(line) for line in (tmp_path / "small" / "figures.jsonl").read_text().splitlines()]
     assert [line["hooks/num_steps"] for line in drawn if "hooks/num_steps" in line] == list(range(1, 15))
-
-
-def check_run_of(run: Drilled, config: Config) -> None:
-    """Hooks change nothing in what the run computes."""
-    check_weights(run, reference(config))
 
 
 def test_a_step_that_is_left_out_is_no_step_for_hooks(tmp_path: Path) -> None:
@@ -221,7 +213,7 @@ def test_a_hook_may_be_added_to_a_run_and_taken_out_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_a_run_that_gets_no_better_finishes_early(tmp_path: Path, num_workers: int) -> None:
-    hooks = f"hooks=[{STOPPING}]"
+    hooks = "hooks=[{kind: early_stopping, patience: 2}]"
     # A rate at which the loss on held-out samples soon gets worse.
     config = small(tmp_path, hooks, "validation.every=1 steps", "optimizer.lr=0.3", "run.steps=60")
     run = drill(config, worlds=[num_workers])

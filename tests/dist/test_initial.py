@@ -1,7 +1,5 @@
 """Weights from a file: read once, by a run that has nothing newer."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -41,8 +39,7 @@ def test_a_sharded_run_starts_from_the_same_weights_as_a_replicated_one(tmp_path
 
 @KINDS
 def test_a_run_goes_on_without_the_file_once_there_is_a_checkpoint(tmp_path: Path, kind: str) -> None:
-    words = tmp_path / "weights.pt", tmp_path / "undisturbed", kind
-    undisturbed = drill(starting_from(*words), worlds=[2])
+    undisturbed = drill(starting_from(tmp_path / "weights.pt", tmp_path / "undisturbed", kind), worlds=[2])
     config = starting_from(tmp_path / "weights.pt", tmp_path / "moved", kind)
     drill(config, worlds=[2], stop_after=5)
     (tmp_path / "weights.pt").unlink()

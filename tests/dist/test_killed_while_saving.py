@@ -1,8 +1,6 @@
 """Killed at every point of a checkpoint, or the checkpoint damaged: the same command again goes on from the newest one
 that is whole, and the result is the one that an undisturbed run gives."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

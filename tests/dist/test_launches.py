@@ -1,7 +1,5 @@
 """The host launches little between the gate and the next forward, while the device has nothing to do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,11 +7,13 @@ import pytest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
 
 import steadfast
 from steadfast.parallel.dtensor import is_sharded
 from steadfast.parallel.precision import Precision
 from steadfast.world.groups import Groups
+from tests.dist.test_library import config_of
 from tests.examples.script import line, squared_error
 
 NUM_PARAMETERS = 42
@@ -78,19 +78,10 @@ class AsOnGpu:
         self._launches.follow(run.model)
 
 
-class Whole:
+class Whole(TensorDataset):
     """Samples of which nothing is masked."""
 
     counts_vary = False
-
-    def __init__(self) -> None:
-        self._samples = line(120)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
 
 
 def launches_of(monkeypatch: pytest.MonkeyPatch, storage: Path, kind: str, dataset: Any) -> list[list[Operation]]:
@@ -104,14 +95,12 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, storage: Path, kind: str, datas
 
     monkeypatch.setattr(Groups, "gate", opened)
     monkeypatch.setattr(Precision, "lag_steps", 1)  # numbers of a step are read in the next one
-    config = steadfast.Config.model_validate(
-        {
-            "run": {"name": "x", "storage": str(storage), "steps": NUM_STEPS, "report": False},
-            "batch": {"global_size": 8, "microbatch_size": 4},
-            "checkpoint": {"every": "1000 steps", "node_memory": False},
-            "parallel": {"kind": kind},
-            "trackers": [],
-        }
+    config = config_of(
+        str(storage),
+        run={"name": "x", "storage": str(storage), "steps": NUM_STEPS, "report": False},
+        batch={"global_size": 8, "microbatch_size": 4},
+        checkpoint={"every": "1000 steps", "node_memory": False},
+        parallel={"kind": kind},
     )
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(NUM_PARAMETERS // 2 - 1)], nn.Linear(4, 1))
     with launches:
@@ -123,7 +112,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, storage: Path, kind: str, datas
 def test_the_host_neither_waits_nor_passes_over_gradients_between_the_gate_and_the_next_forward(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
-    steps = launches_of(monkeypatch, tmp_path, kind, Whole())
+    steps = launches_of(monkeypatch, tmp_path, kind, Whole(*line(120).tensors))
     assert len(steps) == NUM_STEPS - 2
     for operations in steps:
         assert SYNC not in {each.name for each in operations}

@@ -1,15 +1,11 @@
 """`steadfast.fit`, by which a program of the user's own trains: alone, under torchrun, and in a notebook."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -32,25 +28,21 @@ from steadfast.injection.inject import InjectedFault
 from steadfast.run.directory import RunDirectory
 from tests.examples import fit_example
 from tests.examples.script import Counts, line, squared_error, train
-from tests.support.command import ROOT
+from tests.support.command import ROOT, STANDALONE
+from tests.support.programs import run_program
 
 SCRIPT = "tests/examples/script.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def run(*words: str) -> list[dict[str, Any]]:
     """Run the user's program. Return what each rank prints at its end."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "app")])}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line.partition(": ")[2]) for line in sorted(done.stdout.splitlines()) if line[:5] == "rank "]
+    lines = sorted(run_program(*words).splitlines())
+    return [json.loads(line.partition(": ")[2]) for line in lines if line.startswith("rank ")]
 
 
 def test_two_ranks_begin_as_one_does_and_the_same_call_goes_on_elsewhere(tmp_path: Path) -> None:
     (whole,) = run(SCRIPT, str(tmp_path), "whole", "12")
-    first, second = run(*TORCHRUN, SCRIPT, str(tmp_path), "half", "6")
+    first, second = run(*STANDALONE, SCRIPT, str(tmp_path), "half", "6")
     assert first == second
     assert (first["status"], first["step"]) == ("finished", 6)
 

@@ -1,8 +1,5 @@
 """Loading in processes of its own gives what loading in place does, errors included."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -13,6 +10,7 @@ import torch
 
 from steadfast.errors import DataError, UserExit
 from tests.support.loading import Noisy, Odd, loader_of, microbatches
+from tests.support.programs import run_program
 
 
 def test_worker_processes_give_the_same_survive_between_calls_and_end() -> None:
@@ -43,8 +41,7 @@ def test_error_in_a_worker_process_stays_short_and_the_loader_usable() -> None:
 
 
 TERMINATED = """
-import os, signal, sys
-sys.path.insert(0, os.getcwd())
+import os
 import psutil
 from tests.support.loading import Noisy, loader_of, microbatches
 
@@ -67,8 +64,7 @@ if __name__ == "__main__":
 def test_processes_outlive_sigterm_but_for_that_of_their_worker(tmp_path: Path) -> None:
     """In a process of its own, which has no server yet."""
     (tmp_path / "main.py").write_text(TERMINATED)
-    ended = subprocess.run([sys.executable, tmp_path / "main.py"], capture_output=True, text=True, check=False)
-    assert ended.stdout == "3 True 0\n", ended.stderr
+    assert run_program(tmp_path / "main.py") == "3 True 0\n"
 
 
 class Unpicklable(Noisy):

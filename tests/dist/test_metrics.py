@@ -1,7 +1,5 @@
 """Metrics of a task that are no mean over what the loss counts."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

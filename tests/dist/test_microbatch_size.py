@@ -1,7 +1,5 @@
 """`batch.microbatch_size: auto`: chosen once by what fits on the rank with the least room, and without a trace."""
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -19,14 +17,14 @@ from steadfast.errors import StorageError
 from steadfast.loop.microbatch_size import Room
 from steadfast.loop.worker_state import WorkerState
 from steadfast.run.directory import RunDirectory
-from steadfast.run.ledger import read_shares
 from steadfast.tasks import Sums
 from steadfast.world.runtime import World
 from tests.support.claims import check_identical, check_run, check_weights
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
+from tests.support.models import Codebook
 from tests.support.reference import reference
-from tests.support.small import VOCABULARY, small
+from tests.support.small import small
 
 subject: Any = steadfast.loop.microbatch_size
 AUTO = "batch.microbatch_size=auto"
@@ -87,7 +85,7 @@ def test_the_rank_with_the_least_room_decides_and_another_world_keeps_the_size(t
     run = drill(config, worlds=[3, 2, 1], leave_after=[4, 4], patch=partial(room_for, (ENOUGH, 2, 3)))
     assert run.told("microbatch_chosen", "microbatch_size") == [2]
     assert run.told("microbatch_chosen", "rank") == [1]
-    assert [sum(read_shares(line) or ()) for line in run.history.lines] == [7] * 14
+    assert [*map(sum, run.history.shares)] == [7] * 14
     check_run(run, reference(small(tmp_path, "batch.microbatch_size=2")))
 
 
@@ -164,7 +162,7 @@ def test_where_memory_runs_out_later_the_size_stays_and_forwards_shrink(tmp_path
     check_weights(run, expected)
     digests = [run.history.committed[step]["samples_digest"] for step in range(1, 15)]
     assert digests == [f"{digest:016x}" for digest in expected.digests]
-    assert {sum(read_shares(line) or ()) for line in run.history.lines} == {4}
+    assert {*map(sum, run.history.shares)} == {4}
 
 
 @KINDS
@@ -180,28 +178,19 @@ def test_where_one_sample_does_not_fit_the_run_ends_with_what_to_try(tmp_path: P
         drill(auto(tmp_path), worlds=[1, 1], patch=partial(run_out, 1, 0))
 
 
-class Tracing(nn.Module):
+class Tracing(Codebook):
     """Shows whatever a forward leaves behind: running statistics, buffers in place and replaced, all randomness."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
         self.norm = nn.BatchNorm1d(12)
-        self.head = nn.Linear(12, VOCABULARY)
-        self.codes: Tensor
-        self.seen: Tensor
-        self.register_buffer("codes", torch.zeros(12))
-        self.register_buffer("seen", torch.zeros(()))
         random.seed(7)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2)
         if self.training:
-            self.codes.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
-            self.seen = self.seen + 1
             hidden = hidden * (1 + 0.1 * random.random())
-        logits: Tensor = self.head(torch.dropout(hidden, 0.1, self.training) + self.codes + 0.01 * self.seen)
-        return logits
+        return super().between(torch.dropout(hidden, 0.1, self.training), tokens) + 0.01 * self.seen
 
 
 @pytest.mark.parametrize("parallel", ["{kind: ddp}", "{reducer: torch}", "{kind: fsdp}"])

@@ -1,7 +1,5 @@
 """The programs of docs/migrate: another trainer's and that for Steadfast train to the same loss."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -23,6 +21,7 @@ from torch.utils.data import TensorDataset
 import tests.examples.operators  # noqa: F401 - before transformers
 from steadfast import Config, fit
 from tests.support.command import ROOT, STANDALONE
+from tests.support.programs import run_program
 
 PROGRAMS = ROOT / "tests/examples/migrate"
 LIGHTNING = pytest.mark.filterwarnings("ignore")  # Lightning's own, and those of its use of torch
@@ -56,11 +55,8 @@ def free_port() -> str:
 def test_a_ddp_script_and_fit_under_torchrun_train_alike(capsys: pytest.CaptureFixture[str]) -> None:
     run("ddp_before", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     (expected,) = printed(capsys.readouterr().out)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "app")}
-    words = [sys.executable, *STANDALONE, str(PROGRAMS / "ddp_after.py")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert printed(done.stdout) == pytest.approx([expected, expected], abs=1e-4)
+    said = run_program(*STANDALONE, PROGRAMS / "ddp_after.py", cwd=Path.cwd())
+    assert printed(said) == pytest.approx([expected, expected], abs=1e-4)
 
 
 @LIGHTNING

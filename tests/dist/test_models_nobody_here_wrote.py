@@ -4,10 +4,6 @@ Each is trained by two workers to what one process comes to, and its own library
 model makes of the same inputs.
 """
 
-from __future__ import annotations
-
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +15,12 @@ from torch import Tensor, nn
 import tests.examples.operators  # noqa: F401 - before torchvision
 from steadfast.hooks.hook import HookContext
 from steadfast.loop.modes import evaluating
-from steadfast.run.directory import RunDirectory
-from steadfast.run.owner import Ownership
 from tests.support.claims import EQUAL, check_ledger, check_weights, largest_difference
-from tests.support.command import ROOT
-from tests.support.drill import Members, drill
+from tests.support.drill import Drilled, Members, drill
 from tests.support.patches import write_no_code
-from tests.support.reference import reference
+from tests.support.programs import run_program
+from tests.support.reference import Reference, reference
+from tests.support.run_directories import write_as_a_command
 from tests.support.small import CONTEXT, VOCABULARY, small
 
 from torchvision import models  # isort: skip
@@ -71,15 +66,9 @@ def resnet50() -> nn.Module:
     return model
 
 
-def vit() -> nn.Module:
+def vit(dropout: float = 0.0) -> nn.Module:
     size = {"patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
-    model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, num_classes=10)
-    return model
-
-
-def vit_with_dropout() -> nn.Module:
-    size = {"patch_size": 8, "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
-    drops = {"dropout": 0.1, "attention_dropout": 0.1}
+    drops = {"dropout": dropout, "attention_dropout": dropout}
     model: nn.Module = models.VisionTransformer(image_size=IMAGE_SIZE, **size, **drops, num_classes=10)
     return model
 
@@ -138,77 +127,14 @@ CASES = {
 
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), *sorted(CASES.keys() - {"gpt2"})])
 def test_its_own_library_loads_what_it_has_become(name: str, tmp_path: Path) -> None:
-    check(CASES[name], tmp_path, write_no_code)
-
-
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
-def test_its_own_library_loads_what_two_stages_have_made_of_it(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    words = [f"model.target={HERE}:untied_{name}", "run.steps=4", "parallel={kind: pipeline, stages: 2}"]
-    config = small(tmp_path, *words)
-    directory = RunDirectory.of(config)
-    Ownership.claim(directory.store).release()
-    directory.write_config(config)
-    run, expected = drill(config, worlds=[4, 2], leave_after=[1]), reference(config)
-    check_ledger(run, expected)
-    assert largest_difference(run.weights, expected.weights) <= case.equal
-    loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
-    trained = globals()[f"untied_{name}"]().double()
-    trained.load_state_dict(expected.weights)
-    torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
-
-
-@pytest.mark.parametrize(
-    ("name", "parallel", "worlds"),
-    [
-        ("llama", "{kind: fsdp, shard_size: 1, tensor_size: 2}", [4, 2]),
-        pytest.param("untied_llama", "{kind: pipeline, stages: 2, tensor_size: 2}", [4, 4], marks=pytest.mark.slow),
-    ],
-)
-def test_its_own_library_loads_what_its_own_tensor_plan_has_made_of_it(
-    name: str, parallel: str, worlds: list[Members], tmp_path: Path
-) -> None:
-    case = CASES["llama"]
-    config = small(tmp_path, f"model.target={HERE}:{name}", "run.steps=4", f"parallel={parallel}")
-    directory = RunDirectory.of(config)
-    Ownership.claim(directory.store).release()
-    directory.write_config(config)
-    run, expected = drill(config, worlds=worlds, leave_after=[1]), reference(config)
-    check_ledger(run, expected)
-    assert largest_difference(run.weights, expected.weights) <= case.equal
-    loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
-    trained = globals()[name]().double()
-    trained.load_state_dict(expected.weights)
-    torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "num_workers"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
-def test_layers_with_dropout_are_compiled_as_they_are(kind: str, num_workers: int, tmp_path: Path) -> None:
-    """By the compiler that users have. aot_eager cannot: its backward asks dropout for a stride that it has not."""
-    words = [f"model.target={HERE}:vit_with_dropout", "run.steps=5", f"parallel.kind={kind}"]
-    config = small(tmp_path, *words, *IMAGES, "compile=blocks")
-    run, expected = drill(config, worlds=[num_workers]), reference(config)
-    check_ledger(run, expected)
-    check_weights(run, expected)
-    assert not run.told("graph_break", "place")
-    assert not run.told("not_compiled", "reason")
-    # What attention puts out lies in another order than the inputs of the first layer.
-    assert ["stride mismatch" in reason for reason in run.told("recompiled", "reason")] == [True]
-
-
-def check(case: Case, tmp_path: Path, patch: Callable[[], None] | None) -> None:
     hook = f"{{target: '{HERE}:Outputs', args: {{kind: {case.inputs}, folder: {tmp_path}}}}}"
-    words = [f"model.target={HERE}:{case.model.__name__}", "run.steps=4", *case.words]
+    words = [f"model.target={HERE}:{name}", "run.steps=4", *case.words]
     settings = ["parallel.kind=fsdp", "memory.activation_checkpointing=full", f"hooks=[{hook}]"]
     config = small(tmp_path, *words, *settings)
-    directory = RunDirectory.of(config)
-    Ownership.claim(directory.store).release()  # as a command does
-    directory.write_config(config)
-    run = drill(config, worlds=[2], patch=patch)
-    expected = reference(config)
-    check_ledger(run, expected)
-    assert largest_difference(run.weights, expected.weights) <= case.equal
+    write_as_a_command(config)
+    run = drill(config, worlds=[2], patch=write_no_code)
+    check_result(run, reference(config), case)
     assert not run.told("graph_break", "place")
     assert not run.told("not_compiled", "reason")
     assert run.told("model_sharded", "layers") == [case.blocks]
@@ -219,22 +145,63 @@ def check(case: Case, tmp_path: Path, patch: Callable[[], None] | None) -> None:
     torch.testing.assert_close(outputs_of(loaded, case.inputs), trained, rtol=0, atol=case.equal)
 
 
+STAGES = "{kind: pipeline, stages: 2}"
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "worlds"),
+    [
+        ("llama", "{kind: fsdp, shard_size: 1, tensor_size: 2}", [4, 2]),
+        pytest.param("untied_llama", "{kind: pipeline, stages: 2, tensor_size: 2}", [4, 4], marks=pytest.mark.slow),
+        pytest.param("untied_llama", STAGES, [4, 2], marks=pytest.mark.slow),
+        ("untied_gpt2", STAGES, [4, 2]),
+    ],
+)
+def test_its_own_library_loads_what_stages_and_its_tensor_plan_have_made_of_it(
+    name: str, parallel: str, worlds: list[Members], tmp_path: Path
+) -> None:
+    case = CASES[name.removeprefix("untied_")]
+    config = small(tmp_path, f"model.target={HERE}:{name}", "run.steps=4", f"parallel={parallel}")
+    write_as_a_command(config)
+    expected = reference(config)
+    check_result(drill(config, worlds=worlds, leave_after=[1]), expected, case)
+    loaded = from_its_library(case, tmp_path / config.run.name, tmp_path)
+    trained = globals()[name]().double()
+    trained.load_state_dict(expected.weights)
+    torch.testing.assert_close(outputs_of(loaded, "tokens"), outputs_of(trained, "tokens"), rtol=0, atol=case.equal)
+
+
+def check_result(run: Drilled, expected: Reference, case: Case) -> None:
+    check_ledger(run, expected)
+    assert largest_difference(run.weights, expected.weights) <= case.equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "num_workers"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+def test_layers_with_dropout_are_compiled_as_they_are(kind: str, num_workers: int, tmp_path: Path) -> None:
+    """By the compiler that users have. aot_eager cannot: its backward asks dropout for a stride that it has not."""
+    words = [f"model={{target: '{HERE}:vit', args: {{dropout: 0.1}}}}", "run.steps=5", f"parallel.kind={kind}"]
+    config = small(tmp_path, *words, *IMAGES, "compile=blocks")
+    run, expected = drill(config, worlds=[num_workers]), reference(config)
+    check_ledger(run, expected)
+    check_weights(run, expected)
+    assert not run.told("graph_break", "place")
+    assert not run.told("not_compiled", "reason")
+    # What attention puts out lies in another order than the inputs of the first layer.
+    assert ["stride mismatch" in reason for reason in run.told("recompiled", "reason")] == [True]
+
+
 def from_its_library(case: Case, run: Path, folder: Path) -> nn.Module:
     """Return the exported model, loaded by those who know nothing of this program."""
     if case.inputs == "images":
-        export(run, folder / "weights.pt")
+        run_program("main.py", "export", run, "--out", folder / "weights.pt")
         model: nn.Module = case.model().double()
         model.load_state_dict(torch.load(folder / "weights.pt"), strict=True)
         return model
     from transformers import AutoModelForCausalLM
 
-    export(run, folder / "exported", "--format", "hf", "--trust-code")
+    run_program("main.py", "export", run, "--out", folder / "exported", "--format", "hf", "--trust-code")
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype="auto")
     is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert is_tied == loaded.config.tie_word_embeddings
     return loaded  # type: ignore[no-any-return]
-
-
-def export(run: Path, out: Path, *words: str) -> None:
-    command = [sys.executable, "main.py", "export", str(run), "--out", str(out), *words]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120, stdout=subprocess.DEVNULL)

@@ -1,7 +1,5 @@
 """A test that cannot fail shows nothing: the code is broken on purpose, and the checks that must notice do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Copies in a machine's memory, held by a process of their own: workers die, and the copies stay."""
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing
@@ -69,6 +67,12 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def kill_server(name: str) -> None:
+    (server,) = servers(name)
+    server.kill()
+    wait_until(lambda: not servers(name))
 
 
 def memory_of(name: str, watched_pid: int = 0, linger_s: float = LINGER_S, device: torch.device = CPU) -> SharedMemory:
@@ -213,9 +217,7 @@ def test_it_outlives_whoever_has_started_it_and_there_is_one_only(name: str) -> 
 def test_one_that_was_killed_is_replaced(name: str) -> None:
     memory = memory_of(name)
     fill(memory, OLD)
-    (server,) = servers(name)
-    server.kill()
-    wait_until(lambda: not servers(name))
+    kill_server(name)
     assert memory.stored() == {}
     fill(memory, NEW)
     assert [label.snapshot for label in memory.stored().values()] == [NEW]
@@ -224,9 +226,7 @@ def test_one_that_was_killed_is_replaced(name: str) -> None:
 def test_what_a_killed_one_gave_out_is_not_taken_for_what_its_successor_did(name: str) -> None:
     first, second = memory_of(name), memory_of(name)
     buffer = first.take(NUM_BYTES)
-    (server,) = servers(name)
-    server.kill()
-    wait_until(lambda: not servers(name))
+    kill_server(name)
     assert second.take(NUM_BYTES).number == buffer.number
     with pytest.raises(OSError, match="has ended"):
         first.commit(buffer, label(OLD))
@@ -407,9 +407,7 @@ def test_memory_that_was_reserved_is_pinned_by_the_thread_that_reserves_it(name:
 def test_a_buffer_of_a_new_server_is_not_taken_for_the_former_ones(name: str) -> None:
     memory = memory_of(name)
     memory.reserve(NUM_BYTES, 1).join()
-    (server,) = servers(name)
-    server.kill()
-    wait_until(lambda: not servers(name))
+    kill_server(name)
     buffer = fill(memory, NEW)
     assert buffer.number == 1
     memory.verify(1)

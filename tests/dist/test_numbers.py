@@ -1,26 +1,62 @@
-"""Steps that count for nothing, and numbers that are none: what they do to a run, and whom they name."""
-
-from __future__ import annotations
+"""Steps that count for nothing, numbers that are none, and gradients that overflow in 16 bits."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.initial import build_initial
+from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config
 from steadfast.data import SampleOrder
+from steadfast.run.directory import RunDirectory
+from steadfast.tasks import IGNORED, LanguageModeling, Sums
 from tests.support.claims import check_weights
-from tests.support.drill import drill
+from tests.support.drill import Drilled, drill
 from tests.support.gang import MemberFailed
 from tests.support.reference import global_batches, reference
-from tests.support.small import small
+from tests.support.small import Tokens, small
 
+HERE = "tests.dist.test_numbers"
 NUM_STEPS = 14
 GLOBAL_SIZE = 13
 NUM_SAMPLES = 240  # none comes twice, some being held out
 MASKED = frozenset({1, 6, 7})
 PARALLEL = {"ddp": "{kind: ddp}", "torch": "{kind: ddp, reducer: torch}", "fsdp": "{kind: fsdp}"}
+
+
+class PartlyHidden(Tokens):
+    """The tokens of the small run, as many that no sample comes twice; `hidden` ones count for nothing at all."""
+
+    def __init__(self, num_samples: int, hidden: Sequence[int]) -> None:
+        super().__init__(num_samples, masked=False)
+        self._hidden = frozenset(hidden)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().__getitem__(index)
+        if index in self._hidden:
+            targets = torch.full_like(targets, IGNORED)
+        return inputs, targets
+
+
+class MeanOfNothing(LanguageModeling):
+    """A task that forms means, as many do: where everything is masked, its loss is NaN and so are its gradients."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        sums = super().loss(model, batch)
+        return replace(sums, loss_sum=sums.loss_sum / sums.count * sums.count)
+
+
+class CountsNaN(LanguageModeling):
+    def loss(self, model: nn.Module, batch: Any) -> Sums:
+        return replace(super().loss(model, batch), count=torch.tensor(float("nan")))
 
 
 def partly_masked(storage: Path, *overrides: str) -> Config:
@@ -39,12 +75,12 @@ def samples_at(storage: Path, start: int, stop: int) -> list[int]:
 
 def with_hidden(storage: Path, hidden: list[int], *overrides: str) -> Config:
     """The small run, in which the samples `hidden` count for nothing."""
-    data = f'data={{target: "tests.dist.masked:PartlyHidden", args: {{num_samples: {NUM_SAMPLES}, hidden: {hidden}}}}}'
+    data = f"data={{target: '{HERE}:PartlyHidden', args: {{num_samples: {NUM_SAMPLES}, hidden: {hidden}}}}}"
     return small(storage, data, *overrides)
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
-@pytest.mark.parametrize("task", ["language_modeling", '{target: "tests.dist.masked:MeanOfNothing"}'])
+@pytest.mark.parametrize("task", ["language_modeling", '{target: "tests.dist.test_numbers:MeanOfNothing"}'])
 def test_a_step_in_which_everything_is_masked_changes_nothing(tmp_path: Path, kind: str, task: str) -> None:
     """Neither does decay, nor momentum: the result is that of a run without those steps. And nobody is alarmed."""
     task = task if task.startswith("{") else f"{{kind: {task}}}"
@@ -81,16 +117,79 @@ def test_a_task_whose_loss_of_nothing_is_not_0_is_named_with_the_samples(tmp_pat
     """Of step 5 the third microbatch is all masked, as a row of Hugging Face's with no label but -100."""
     first = 4 * GLOBAL_SIZE + 2 * small(tmp_path).batch.samples_per_microbatch
     hidden = samples_at(tmp_path, first, first + small(tmp_path).batch.samples_per_microbatch)
-    words = ['task={target: "tests.dist.masked:MeanOfNothing"}', "recovery.max_skipped_steps=0"]
+    words = ['task={target: "tests.dist.test_numbers:MeanOfNothing"}', "recovery.max_skipped_steps=0"]
     named = (
         f"in microbatches 2, of samples {', '.join(map(str, hidden))}, in which the task "
-        "tests.dist.masked:MeanOfNothing counts nothing: there its loss_sum must be 0"
+        "tests.dist.test_numbers:MeanOfNothing counts nothing: there its loss_sum must be 0"
     )
     with pytest.raises(MemberFailed, match=rf"step 5: loss nan.*{re.escape(named)}"):
         drill(with_hidden(tmp_path, hidden, *words), worlds=[2])
 
 
 def test_a_task_that_counts_no_number_is_named(tmp_path: Path) -> None:
-    config = small(tmp_path, 'task={target: "tests.dist.masked:CountsNaN"}')
-    with pytest.raises(MemberFailed, match=r"TrainingError: step 1: the task tests.dist.masked:CountsNaN counted nan"):
+    config = small(tmp_path, f"task.target={HERE}:CountsNaN")
+    with pytest.raises(MemberFailed, match=rf"TrainingError: step 1: the task {HERE}:CountsNaN counted nan"):
         drill(config, worlds=[2])
+
+
+# So large that it overflows at once, and, divided by 1024 three times, again a few updates later.
+SCALE = "precision={kind: fp16, loss_scale: {initial: 1.0e+15, factor: 1024, window: 4}}"
+STEPS = 24
+TENSOR = "fsdp, tensor_size: 2"
+PARTS_IN_STAGES = "pipeline, tensor_size: 2"
+
+
+def seldom(kind: str) -> Any:
+    return pytest.param(kind, marks=pytest.mark.slow)
+
+
+def config_of(storage: Path, kind: str, *overrides: str) -> Config:
+    words = ["model.attention_dropout=0"] if kind in (TENSOR, PARTS_IN_STAGES) else []
+    return small(storage, SCALE, f"parallel={{kind: {kind}}}", *words, f"run.steps={STEPS}", *overrides)
+
+
+def overflows(run: Drilled) -> list[int]:
+    return [step for step, line in sorted(run.history.committed.items()) if line.get("overflow")]
+
+
+def scale_of(config: Config) -> float:
+    """The scale of the last checkpoint."""
+    catalog = Catalog(RunDirectory.of(config).store)
+    newest = catalog.newest()
+    assert newest is not None
+    return float(read_whole(catalog, newest, "precision")["scale"])
+
+
+@pytest.mark.parametrize("kind", [*map(seldom, ("ddp", TENSOR, PARTS_IN_STAGES)), "fsdp", "pipeline"])
+def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
+    config = config_of(tmp_path, kind, "run.steps=2")
+    run = drill(config, worlds=[4 if kind == PARTS_IN_STAGES else 2])
+    assert overflows(run) == [1, 2]
+    assert run.summary["lost_steps"] == 0
+    assert scale_of(config) == pytest.approx(1e15 / 1024**2)
+    initial = build_initial(config)[0].state_dict()
+    assert all(torch.equal(run.weights[name], initial[name]) for name in initial)
+    assert not any(tensor.any() for tensor in run.optimizer.values())
+
+
+@pytest.mark.parametrize(
+    "kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.more), *map(seldom, ("pipeline", TENSOR))]
+)
+def test_the_scale_goes_on_over_resizes_and_a_resume(tmp_path: Path, kind: str) -> None:
+    smallest, largest = (2, 4) if kind in ("pipeline", TENSOR) else (1, 3)
+    undisturbed = drill(config_of(tmp_path / "undisturbed", kind), worlds=[smallest])
+    expected = overflows(undisturbed)
+    assert expected[:4] == [1, 2, 3, 8], "after four updates it grows, and overflows again"
+    config = config_of(tmp_path, kind)
+    drill(config, worlds=[largest, 2, largest], leave_after=[5, 5], stop_after=4)
+    resumed = drill(config, worlds=[2])
+    assert overflows(resumed) == expected
+    assert scale_of(config) == scale_of(config_of(tmp_path / "undisturbed", kind))
+    losses = [line["loss"] for _, line in sorted(resumed.history.committed.items())]
+    assert losses == pytest.approx([line["loss"] for line in undisturbed.history.lines], rel=0.02)
+
+
+def test_a_run_in_fp32_goes_on_in_fp16(tmp_path: Path) -> None:
+    drill(small(tmp_path, "precision.kind=fp32", "run.steps=3"), worlds=[2])
+    run = drill(config_of(tmp_path, "ddp"), worlds=[2])
+    assert overflows(run)[:2] == [4, 5]

@@ -1,54 +1,35 @@
 """Memory runs out in a forward: the run goes on with smaller ones, and comes to the same result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from steadfast.config import Config
-from steadfast.run.directory import RunDirectory
-from steadfast.run.events import ForwardsShrunk
 from tests.support.claims import check_run, check_weights
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.reference import reference
+from tests.support.run_directories import shrink_forwards
 from tests.support.small import small
 
 # The grid has four microbatches of up to four samples, the last of one.
 WORDS = ["model.dropout=0", "batch.microbatch_size=4"]
 TENSOR = "fsdp, tensor_size: 2"
-KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp", "pipeline", pytest.param(TENSOR, marks=pytest.mark.slow)])
+GATHERED_ONCE = "fsdp, reshard_after_forward: false"  # for all parts of a microbatch
+KINDS = ["ddp", "fsdp", "pipeline", pytest.param(TENSOR, marks=pytest.mark.slow)]
 
 
-def run_out(config: Config, forward_size: int) -> None:
-    """Have the run remember that no more samples than these fit."""
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.record(ForwardsShrunk(step=1, forward_size=forward_size, error="before"))
-
-
-@KINDS
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forward_size", [1, 3])
 def test_forwards_of_any_size_give_the_steps_of_whole_microbatches(
     tmp_path: Path, kind: str, forward_size: int
 ) -> None:
     config = small(tmp_path, *WORDS, f"parallel={{kind: {kind}}}")
-    run_out(config, forward_size)
+    shrink_forwards(config, forward_size)
     largest = 4 if kind in ("pipeline", TENSOR) else 3  # of whole replicas
     check_run(drill(config, worlds=[largest, 2], leave_after=[5]), reference(config))
 
 
-def test_layers_gathered_for_a_step_serve_the_parts_of_its_microbatches(tmp_path: Path) -> None:
-    oom = "faults.inject=[{kind: oom_at, step: 7, rank: 1}]"
-    parallel = "parallel={kind: fsdp, reshard_after_forward: false}"
-    config = small(tmp_path, *WORDS, parallel, oom, "checkpoint.every=3 steps")
-    run = drill(config, worlds=[2, 2])
-    assert run.told("forwards_shrunk", "forward_size") == [2]
-    check_weights(run, reference(config))
-
-
-@KINDS
+@pytest.mark.parametrize("kind", [*KINDS, GATHERED_ONCE])
 def test_where_one_rank_runs_out_all_go_on_with_less(tmp_path: Path, kind: str) -> None:
     oom = "faults.inject=[{kind: oom_at, step: 7, rank: 1, times: 2}]"
     config = small(tmp_path, *WORDS, f"parallel={{kind: {kind}}}", oom, "checkpoint.every=3 steps")
@@ -71,7 +52,7 @@ def test_statistics_of_a_microbatch_are_the_mean_of_its_parts(tmp_path: Path) ->
     words = ["batch.microbatch_size=4", "model.target=tests.support.models:Normalised", "run.steps=1"]
     plain = drill(small(tmp_path / "plain", *words), worlds=[1])
     config = small(tmp_path / "parts", *words)
-    run_out(config, 2)
+    shrink_forwards(config, 2)
     parts = drill(config, worlds=[1])
     name = "norm.running_mean"
     assert (parts.weights[name] - plain.weights[name]).abs().max() <= 1e-10

@@ -1,7 +1,5 @@
 """Models of which a part is repeated, or frozen."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -13,16 +11,15 @@ from torch import Tensor, nn
 from steadfast.cli import main
 from steadfast.config import Config
 from steadfast.models import build_model
-from steadfast.run.directory import RunDirectory
-from steadfast.run.owner import Ownership
 from tests.support.claims import check_checkpoint, check_equal, check_ledger, check_losses, check_run
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
+from tests.support.models import WIDTH, Embedded
 from tests.support.reference import reference
-from tests.support.small import VOCABULARY, small
+from tests.support.run_directories import write_as_a_command
+from tests.support.small import small
 
 KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-WIDTH = 12
 
 
 class Layer(nn.Module):
@@ -36,23 +33,21 @@ class Layer(nn.Module):
         return hidden + torch.tanh(base + self.adapter(hidden))
 
 
-class Repeated(nn.Module):
+class Repeated(Embedded):
     """Names its layers `blocks`, as minGPT does: a module that can be called, and no method. Its base may be frozen."""
 
     def __init__(self, frozen: bool = False, dtype: str = "float32", base_seed: int = 0) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.Sequential(Layer(), Layer(), Layer())
-        self.head = nn.Linear(WIDTH, VOCABULARY)
         generator = torch.Generator().manual_seed(base_seed if base_seed >= 0 else os.getpid())
         for layer in self.blocks:
             assert isinstance(layer, Layer)
             nn.init.normal_(layer.base.weight, generator=generator)
             layer.base.to(getattr(torch, dtype)).requires_grad_(not frozen)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.embedding(tokens)))
-        return logits
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        repeated: Tensor = self.blocks(hidden)
+        return repeated
 
     def save_pretrained(self, folder: Path) -> None:
         folder.mkdir()
@@ -139,9 +134,7 @@ def test_a_base_from_a_file_is_read_at_every_start(tmp_path: Path) -> None:
 def test_an_export_says_that_it_lacks_the_base_or_brings_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = repeated(tmp_path, TRAINABLE_ONLY, frozen=True)
     run = drill(config, worlds=[2])
-    directory = RunDirectory.of(config)
-    Ownership.claim(directory.store).release()
-    directory.write_config(config)
+    directory = write_as_a_command(config)
 
     def export(*words: object) -> tuple[int, str]:
         code = main(0.0, ["export", directory.uri, *map(str, words)])

@@ -1,7 +1,5 @@
 """A disk that is full, or that may only be read: training goes on, says so, and loses nothing. On real file systems."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -157,3 +155,12 @@ def awaited(condition: Callable[[], bool]) -> bool:
 
 def told(disk: Path, name: str) -> bool:
     return any(event["event"] == name for event in event_lines(RunDirectory(LocalStore(disk / "small"))))
+
+
+def test_a_file_of_more_than_two_gigabytes_is_read_whole(tmp_path: Path) -> None:
+    """A system call returns no more than 2 GiB less a page."""
+    with (tmp_path / "file").open("wb") as file:
+        file.seek(2**31 + 2)
+        file.write(b"end")
+    data = LocalStore(tmp_path).read("file", 1)
+    assert (len(data), data[-3:]) == (2**31 + 4, b"end")

@@ -1,6 +1,4 @@
-"""HSDP: whole replicas come and go, and what one has lost another gives, without a word of storage."""
-
-from __future__ import annotations
+"""Whole replicas come and go, and layouts change: what one has lost another gives, without a word of storage."""
 
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from steadfast.world.runtime import World
 from tests.support.claims import check_equal, check_identical, check_run, check_weights
 from tests.support.deaths import SEEDS, Plot, plot_replicas, survive, with_a_death_in_connect
 from tests.support.drill import Members, drill
+from tests.support.like_nccl import Death
 from tests.support.reference import reference
 from tests.support.small import small
 
@@ -105,12 +104,7 @@ def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(words: Wor
 @SELDOM
 def test_no_death_costs_a_step_or_leaves_garbage(seed: int, words: Words, tmp_path: Path) -> None:
     """Nothing is copied or stored meanwhile: survivors hold all, of whatever replica each is."""
-    config = small(tmp_path, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
-    plotted = plot_replicas(seed, NUM_COLLECTIVES)
-    run = survive(config, plotted).left
-    check_weights(run, reference(config))
-    if not takes_the_last_of_a_part(plotted):
-        assert [line["step"] for line in run.history.lines] == [*range(1, 25)]
+    check_deaths(tmp_path, words, seed, size=2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -126,16 +120,19 @@ def test_no_death_while_replicas_connect_ends_the_run(seed: int, words: Words, t
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_no_death_in_stages_of_parts_costs_a_step_or_leaves_garbage(seed: int, tmp_path: Path) -> None:
-    words = (*PARTS_IN_STAGES, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
-    config = small(tmp_path, *words)
-    plotted = plot_replicas(seed, NUM_COLLECTIVES, size=4)
+    check_deaths(tmp_path, PARTS_IN_STAGES, seed, size=4)
+
+
+def check_deaths(storage: Path, words: Words, seed: int, size: int) -> None:
+    config = small(storage, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
+    plotted = plot_replicas(seed, NUM_COLLECTIVES, size)
     run = survive(config, plotted).left
     check_weights(run, reference(config))
-    if not takes_the_last_of_a_part(plotted, size=4):
+    if not takes_the_last_of_a_part(plotted, size):
         assert [line["step"] for line in run.history.lines] == [*range(1, 25)]
 
 
-def takes_the_last_of_a_part(plotted: Plot, size: int = 2) -> bool:
+def takes_the_last_of_a_part(plotted: Plot, size: int) -> bool:
     """Whether somebody may die while the newcomer is given the part that nobody else has any more."""
     for attempt, (victim, _) in plotted.deaths.items():
         world = plotted.worlds[attempt - 1]
@@ -152,3 +149,56 @@ def test_a_checkpoint_is_written_by_the_first_replica_alone(words: Words, tmp_pa
     drill(config, worlds=[4])
     (last,) = (tmp_path / config.run.name / "checkpoints").glob("step-*14")
     assert sorted(path.name.split("-rank-")[1][:5] for path in last.glob("*.safetensors")) == ["00000", "00001"]
+
+
+AUTO = ("parallel={kind: fsdp, shard_size: auto}",)
+THREE_LAYERS = ("parallel={kind: pipeline, stages: [2, 3]}", "model.num_layers=3")
+SHARDED_PARTS = ("parallel={kind: fsdp, shard_size: [1, 3], tensor_size: 2}", "model.attention_dropout=0")
+STAGES_OF_PARTS = (
+    "parallel={kind: pipeline, stages: [2, 3], tensor_size: 2}",
+    "model.num_layers=3",
+    "model.attention_dropout=0",
+)
+# No step comes from storage, because nothing is written there.
+NOTHING_STORED = ("run.steps=16", "checkpoint.every=1000 steps")
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        pytest.param(AUTO, [4, 3, 5, 4], id="fsdp", marks=pytest.mark.more),  # 2 x 2, 1 x 3, 1 x 5, 2 x 2
+        pytest.param(THREE_LAYERS, [4, 3, 4], id="stages"),
+        pytest.param(SHARDED_PARTS, [2, 6, 4], id="tensor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planned_change_of_layout_costs_no_step(words: tuple[str, ...], sizes: list[int], tmp_path: Path) -> None:
+    config = small(tmp_path, *words)
+    run = drill(config, worlds=sizes, leave_after=[3] * (len(sizes) - 1))
+    check_run(run, reference(config))
+    assert set(run.told("restore", "source")) <= {"snapshot", "rank 0"}
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "victim"),
+    [
+        pytest.param(AUTO, 4, 0, id="fsdp-leader", marks=pytest.mark.slow),
+        pytest.param(AUTO, 4, 3, id="fsdp"),
+        pytest.param(THREE_LAYERS, 4, 1, id="stages"),
+        pytest.param(AUTO, 8, 5, id="fsdp-eight", marks=pytest.mark.slow),
+        pytest.param(SHARDED_PARTS, 4, 2, id="tensor", marks=pytest.mark.slow),
+        # Six of the seven that are left train, as 1 x 3 x 2.
+        *(pytest.param(STAGES_OF_PARTS, 8, at, id=f"parts-{at}", marks=pytest.mark.slow) for at in range(8)),
+    ],
+)
+def test_all_others_train_on_after_a_death(words: tuple[str, ...], size: int, victim: int, tmp_path: Path) -> None:
+    config = small(tmp_path, *words, *NOTHING_STORED)
+    left = [member for member in range(size) if member != victim]
+    # One that is left over is not the other holder of the victim's part, whom the coordinator seats.
+    twin = (victim + size // 2) % size
+    while len(left) > config.parallel.layout(size - 1).size:
+        left.remove(max(member for member in left if member != twin))
+    deaths = {1: (victim, Death(150, "while it runs"))}
+    run = survive(config, Plot([list(range(size)), left], deaths)).left
+    check_weights(run, reference(config))
+    assert [line["step"] for line in run.history.lines] == list(range(1, 17))
+    assert run.told("restore", "source") == ["snapshot"]

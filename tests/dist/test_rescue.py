@@ -1,32 +1,124 @@
 """An exception in the user's code ends the run: what had been done by then is on storage, if it is worth that."""
 
-from __future__ import annotations
-
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.config import Config
 from steadfast.data import build_order
+from steadfast.hooks.hook import Hook, HookContext
 from steadfast.parallel.precision import Precision
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
+from steadfast.tasks import LanguageModeling, Sums
 from tests.support.claims import check_run, check_weights
 from tests.support.drill import drill
 from tests.support.events import event_lines
 from tests.support.gang import MemberFailed
 from tests.support.reference import reference
-from tests.support.small import small
+from tests.support.small import Tokens, small
+
+HERE = "tests.dist.test_rescue"
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class Base(BaseException): ...
+
+
+class Quits(LanguageModeling):
+    """Rank 1 ends in its training forward number `forward`, from 0."""
+
+    def __init__(self, how: str, forward: int) -> None:
+        self._how = how
+        self._left = forward
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        if model.training and dist.get_rank() == 1:
+            if self._left == 0:
+                self.quit()
+            self._left -= 1
+        return super().loss(model, batch)
+
+    def quit(self) -> None:
+        match self._how:
+            case "exit":
+                sys.exit("no more")
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "base":
+                raise Base("no more")
+            case "unprintable":
+                raise Unprintable
+
+
+class Bug(Exception):
+    pass
+
+
+def _raise(*_: object) -> None:
+    raise Bug
+
+
+class Raises(LanguageModeling):
+    """The last rank raises in the backward of its training forward number `forward`, from 0, or in its validation."""
+
+    def __init__(self, phase: str, forward: int) -> None:
+        self._phase = phase
+        self._left = forward
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        sums = super().loss(model, batch)
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return sums
+        if model.training:
+            if self._left == 0 and self._phase == "backward":
+                sums.loss_sum.register_hook(_raise)
+            self._left -= 1
+        elif self._phase == "validation" and self._left < 0:  # not before the first step, where tasks are tried
+            raise Bug
+        return sums
+
+
+class RaisingHook(Hook):
+    """The last rank raises behind the update of a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, run: HookContext) -> None:
+        if run.step == self._step and run.rank == run.world_size - 1:
+            raise Bug
+
+
+class Unreadable(Tokens):
+    """One sample cannot be read."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        if index == self._index:
+            raise Bug
+        return super().__getitem__(index)
+
 
 BUG = "faults.inject=[{kind: fail_at, step: 9, rank: 1}]"
 
 
-def test_the_last_step_before_the_bug_is_saved_and_resumed_from(tmp_path: Path) -> None:
-    config = small(tmp_path, BUG)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_last_step_before_the_bug_is_saved_and_resumed_from(tmp_path: Path, kind: str) -> None:
+    config = small(tmp_path, f"parallel.kind={kind}", BUG)
     with pytest.raises(MemberFailed, match="InjectedFault"):
         drill(config, worlds=[2])
     assert Catalog(RunDirectory.of(config).store).steps() == [8]
@@ -46,10 +138,10 @@ def test_the_last_step_before_the_bug_is_saved_and_resumed_from(tmp_path: Path) 
     ],
 )
 def test_what_would_end_the_process_is_an_exception_like_any_other(tmp_path: Path, how: str, said: str) -> None:
-    quits = f'task={{target: "tests.dist.quitting:Quits", args: {{how: {how}, forward: 24}}}}'  # its first in step 9
+    quits = f"task={{target: '{HERE}:Quits', args: {{how: {how}, forward: 24}}}}"  # its first in step 9
     with pytest.raises(MemberFailed, match=said) as failure:
         drill(small(tmp_path, quits), worlds=[2])
-    assert "tests/dist/quitting.py" in str(failure.value)  # with its traceback
+    assert "tests/dist/test_rescue.py" in str(failure.value)  # with its traceback
     config = small(tmp_path)
     assert Catalog(RunDirectory.of(config).store).steps() == [8]
 
@@ -102,21 +194,21 @@ def break_updates() -> None:
     Precision.update = update
 
 
-@pytest.mark.parametrize(
-    ("overrides", "patch", "why"),
-    [
-        ([], break_updates, "the exception came while the weights were being updated"),
-    ],
-)
-def test_what_is_not_whole_is_not_saved_and_the_run_says_so(
-    tmp_path: Path, overrides: list[str], patch: Any, why: str
-) -> None:
-    config = small(tmp_path, *overrides)
+def not_saved(directory: RunDirectory) -> list[str]:
+    """Return why the run did not save what it held."""
+    return [event["error"] for event in event_lines(directory) if event["event"] == "not_saved"]
+
+
+INTERRUPTED = "the exception came while the weights were being updated"
+
+
+def test_what_is_not_whole_is_not_saved_and_the_run_says_so(tmp_path: Path) -> None:
+    config = small(tmp_path)
     with pytest.raises(MemberFailed):
-        drill(config, worlds=[2], patch=patch)
+        drill(config, worlds=[2], patch=break_updates)
     directory = RunDirectory.of(config)
     assert Catalog(directory.store).steps() == []
-    assert why in {event["error"] for event in event_lines(directory) if event["event"] == "not_saved"}
+    assert INTERRUPTED in not_saved(directory)
 
 
 FSDP, HSDP = "parallel={kind: fsdp}", "parallel={kind: fsdp, shard_size: 2}"
@@ -125,24 +217,22 @@ UNREADABLE = 3 * 13 + 5  # place in the order of the samples: in step 4, within 
 LAST_WHOLE = {"data": 3, "forward": 8, "backward": 8, "validation": 9}
 
 
+def raises(phase: str, forward: int) -> str:
+    return f"task={{target: '{HERE}:Raises', args: {{phase: {phase}, forward: {forward}}}}}"
+
+
 def raising(phase: str, config: Config, num_forwards: int) -> list[str]:
     """The overrides by which one rank raises behind step `LAST_WHOLE`; it runs so many forwards a step."""
     match phase:
         case "data":
             [index] = build_order(config.data, 61, config.run.seed).train(np.array([UNREADABLE])).tolist()
-            return [f'data={{target: "tests.dist.quitting:Unreadable", args: {{index: {index}}}}}']
+            return [f"data={{target: '{HERE}:Unreadable', args: {{index: {index}}}}}"]
         case "forward":
             return ["faults.inject=[{kind: fail_at, step: 9, rank: 1}]"]
         case "backward":
-            return [
-                f'task={{target: "tests.dist.quitting:Raises", args: {{phase: {phase}, forward: {8 * num_forwards}}}}}'
-            ]
+            return [raises(phase, 8 * num_forwards)]
         case "validation":
-            return [
-                f'task={{target: "tests.dist.quitting:Raises", args: {{phase: {phase}, forward: 0}}}}',
-                "validation.every=9 steps",
-                "data.validation_fraction=0.1",
-            ]
+            return [raises(phase, 0), "validation.every=9 steps", "data.validation_fraction=0.1"]
     raise AssertionError(phase)
 
 
@@ -155,19 +245,16 @@ def test_shards_of_the_last_step_are_saved_wherever_the_exception_comes(
     with pytest.raises(MemberFailed, match=r"Bug|InjectedFault"):
         drill(small(tmp_path, sharding, *raising(phase, config, num_forwards)), worlds=[size])
     directory = RunDirectory.of(config)
-    assert [event for event in event_lines(directory) if event["event"] == "not_saved"] == []
+    assert not_saved(directory) == []
     assert Catalog(directory.store).newest() == LAST_WHOLE[phase]
 
 
-HOOK = 'hooks=[{target: "tests.dist.quitting:RaisingHook", args: {step: 9}}]'
+HOOK = f"hooks=[{{target: '{HERE}:RaisingHook', args: {{step: 9}}}}]"
 
 
 @pytest.mark.parametrize(
     ("overrides", "patch", "why"),
-    [
-        ([], break_updates, "the exception came while the weights were being updated"),
-        ([HOOK], None, "the parts of other workers are missing"),
-    ],
+    [([], break_updates, INTERRUPTED), ([HOOK], None, "the parts of other workers are missing")],
 )
 def test_if_an_update_was_interrupted_the_copies_in_memory_are_saved(
     tmp_path: Path, overrides: list[str], patch: Any, why: str
@@ -176,18 +263,9 @@ def test_if_an_update_was_interrupted_the_copies_in_memory_are_saved(
         drill(small(tmp_path, FSDP, *overrides), worlds=[2], patch=patch)
     config = small(tmp_path)
     directory = RunDirectory.of(config)
-    assert why in {event["error"] for event in event_lines(directory) if event["event"] == "not_saved"}
+    assert why in not_saved(directory)
     step = Catalog(directory.store).newest()
     assert step in range(1, 9)
     resumed = drill(config, worlds=[2])
     assert resumed.told("restore", "step") == [step]
     check_weights(resumed, reference(config))
-
-
-def test_another_number_of_workers_goes_on_with_the_shards_of_an_exception(tmp_path: Path) -> None:
-    with pytest.raises(MemberFailed):
-        drill(small(tmp_path, FSDP, BUG), worlds=[2])
-    resumed = drill(small(tmp_path, FSDP), worlds=[3])
-    assert resumed.told("restore", "step") == [8]
-    assert resumed.told("restore", "lost_steps") == [0]
-    check_run_but_for_losses(resumed, small(tmp_path))

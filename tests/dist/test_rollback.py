@@ -1,7 +1,5 @@
 """Steps whose numbers are bad: rolled back, left out, and the run goes on unattended."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +24,7 @@ from tests.support.small import small
 
 @pytest.fixture(params=["ddp", "fsdp"])
 def kind(request: pytest.FixtureRequest) -> str:
-    found: str = request.param
-    return found
+    return str(request.param)
 
 
 drill = partial(drills.drill, patch=wait_for_storage)
@@ -81,22 +78,14 @@ def test_the_first_and_the_last_step_may_be_left_out(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_spike_is_left_out_and_where_it_comes_back_the_step_before_it_too(tmp_path: Path, kind: str) -> None:
-    """The checkpoint of step 35 holds what step 35 did, so it is not where the second rollback leads to; and it neither
-    stays nor displaces those that are good."""
+    """The checkpoint of step 35 holds what step 35 did, so it is not where the second rollback leads to; it neither
+    stays nor displaces those that are good; and it gives way to one of a lower step, as a run that is stopped writes.
+    """
     faults = ", ".join(f"{{kind: spike_at, step: {step}, rank: 1, factor: 50, times: null}}" for step in (36, 37))
     overrides = ["run.steps=42", "checkpoint.every=5 steps", "checkpoint.keep_last=2", f"faults.inject=[{faults}]"]
     config = small(tmp_path, f"parallel.kind={kind}", *overrides)
-    run = drill(config, worlds=[2, 2, 2])
-    check_left_out(run, config, 35, 36, 37)
-    check_told(run, ["against a median of"] * 2, [35, 30])
-
-
-def test_a_checkpoint_that_holds_a_bad_step_gives_way_to_one_that_does_not(tmp_path: Path) -> None:
-    """Also to one of a lower step, such as a run that is stopped writes."""
-    faults = ", ".join(f"{{kind: spike_at, step: {step}, rank: 1, factor: 50, times: null}}" for step in (36, 37))
-    overrides = ["run.steps=42", "checkpoint.every=5 steps", "checkpoint.keep_last=2", f"faults.inject=[{faults}]"]
-    config = small(tmp_path, *overrides)
     stopped = drill(config, worlds=[2, 2, 2], stop_after=2)
+    check_told(stopped, ["against a median of"] * 2, [35, 30])
     assert stopped.summary["status"] == "stopped"
     assert 30 < stopped.summary["step"] < 35
     assert Path(stopped.summary["last_checkpoint"]).name == f"step-{stopped.summary['step']:08d}"
@@ -104,17 +93,11 @@ def test_a_checkpoint_that_holds_a_bad_step_gives_way_to_one_that_does_not(tmp_p
 
 
 def test_what_is_left_out_stays_so_when_the_run_is_resumed(tmp_path: Path) -> None:
-    """It is not read again either, so a fault that is over strikes nobody."""
-    overrides = ["checkpoint.every=3 steps", "faults.inject=[{kind: nan_at, step: 8, rank: 1}]"]
-    config = small(tmp_path, *overrides)
+    """It is not read again either, so a fault that is over strikes nobody; loader processes leave it out too."""
+    fault = "faults.inject=[{kind: nan_at, step: 8, rank: 1}]"
+    config = small(tmp_path, "data.num_workers=1", "checkpoint.every=3 steps", fault)
     assert drill(config, worlds=[2, 2], stop_after=2).summary["status"] == "stopped"
     check_left_out(drill(config, worlds=[3]), config, 8)
-
-
-def test_the_loader_processes_leave_it_out_too(tmp_path: Path) -> None:
-    overrides = ["data.num_workers=1", "checkpoint.every=3 steps", "faults.inject=[{kind: nan_at, step: 8, rank: 1}]"]
-    config = small(tmp_path, *overrides)
-    check_left_out(drill(config, worlds=[2, 2]), config, 8)
 
 
 @pytest.mark.parametrize(("budget", "said"), [(0, ": not finite. Lower"), (1, "1 steps are left out already")])

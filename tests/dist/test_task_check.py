@@ -1,7 +1,5 @@
 """Tasks of a user's own whose loss would follow from the size of a microbatch are refused before the first step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

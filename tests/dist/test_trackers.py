@@ -1,9 +1,8 @@
-"""A tracker that a user brings along by import path."""
-
-from __future__ import annotations
+"""What a run shows of its steps: figures for a tracker of a user's own, the share of waits for data, and traces."""
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -21,7 +20,7 @@ from steadfast.world.groups import PeerLost
 from tests.support.claims import check_run, check_weights
 from tests.support.drill import DrillRuntime, drill
 from tests.support.reference import reference
-from tests.support.small import small
+from tests.support.small import Tokens, small
 
 OWN = "{target: 'tests.examples.json_lines:JsonLines', args: {file: mine.jsonl}}"
 BROKEN = "{target: 'tests.dist.test_trackers:Broken'}"
@@ -120,17 +119,62 @@ def lose_a_peer_while_agreeing() -> None:
     DrillRuntime.failed = survive
 
 
-def test_a_peer_that_is_lost_while_ranks_agree_on_metrics_leaves_no_half_step(tmp_path: Path) -> None:
-    config = small(tmp_path)
-    run = drill(config, worlds=[2, 2], patch=lose_a_peer_while_agreeing)
-    check_weights(run, reference(config))
-
-
 @pytest.mark.parametrize("worlds", [[(0, 1), (1, 0)], [(0, 1), (0, 1)]], ids=["another leads", "the same one leads"])
-def test_after_a_failure_no_tracker_stays_open(tmp_path: Path, worlds: list[tuple[int, ...]]) -> None:
+def test_a_peer_lost_while_ranks_agree_on_metrics_leaves_no_half_step_and_no_open_tracker(
+    tmp_path: Path, worlds: list[tuple[int, ...]]
+) -> None:
     config = small(tmp_path, "trackers=[{target: 'tests.dist.test_trackers:Noted'}]")
-    drill(config, worlds=worlds, patch=lose_a_peer_while_agreeing)
+    check_weights(drill(config, worlds=worlds, patch=lose_a_peer_while_agreeing), reference(config))
     notes = [path.read_text().split() for path in sorted((tmp_path / "small").glob("tracker-*.txt"))]
     assert len(notes) == len({world[0] for world in worlds})
     for note in notes:
         assert note.count("closed") == note.count("opened") == 2 / len(notes)
+
+
+PAUSE_S = 0.03
+
+
+class SlowTokens(Tokens):
+    """Each sample takes its time, as one that comes from far away."""
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        time.sleep(PAUSE_S)
+        return super().__getitem__(index)
+
+
+def test_the_share_of_waits_for_data_is_what_the_dataset_takes(tmp_path: Path) -> None:
+    words = ["data.target=tests.dist.test_trackers:SlowTokens", "logging.every_steps=3", "run.steps=6"]
+    drill(small(tmp_path, *words), worlds=[1])
+    lines = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 6]
+    for line in lines:
+        step_s = 13 / line["samples_per_s"]  # a step has 13 samples
+        waited_s = line["data_wait"] * step_s
+        assert waited_s == pytest.approx(13 * PAUSE_S, rel=0.3)
+        assert waited_s >= 13 * PAUSE_S
+        assert line["data_wait"] < 1
+
+
+def test_a_profile_is_a_trace_for_perfetto_and_a_table_and_changes_nothing(tmp_path: Path) -> None:
+    profile = "profile={wait: 2, warmup: 1, active: 2, repeat: 2, ranks: [1], shapes: true}"
+    config = small(tmp_path, profile)
+    run = drill(config, worlds=[2])
+    check_run(run, reference(config))
+    assert run.told("profile", "rank") == [1, 1]
+    assert run.told("profile", "step") == [5, 10]
+    for path, table in zip(run.told("profile", "path"), run.told("profile", "table"), strict=True):
+        trace = json.loads(Path(path).read_text())
+        steps = [each["name"] for each in trace["traceEvents"] if each.get("name", "").startswith("ProfilerStep")]
+        assert len(set(steps)) == 2
+        assert any("Input Dims" in each.get("args", {}) for each in trace["traceEvents"])
+        assert Path(path.replace(".pt.trace.json", ".txt")).read_text() == table
+        assert "aten::" in table
+    assert len(list((tmp_path / "small" / "profile").iterdir())) == 4
+
+
+@pytest.mark.parametrize("profile", ["{}", "{active: 2, ranks: [7]}", "{active: 2, wait: 12}"])
+def test_where_nothing_is_to_be_recorded_or_a_recording_is_not_complete_nothing_is_written(
+    tmp_path: Path, profile: str
+) -> None:
+    drill(small(tmp_path, f"profile={profile}"), worlds=[1])
+    assert not (tmp_path / "small" / "profile").exists()

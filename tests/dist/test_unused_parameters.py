@@ -1,7 +1,5 @@
 """A parameter that no worker uses in a step is left alone by the optimizer, as in a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +11,9 @@ from steadfast.hooks.hook import HookContext
 from tests.support.claims import check_run
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
+from tests.support.models import Embedded
 from tests.support.reference import reference
-from tests.support.small import VOCABULARY, small
+from tests.support.small import small
 
 COUPLED = "task.coupled=true"  # which layers a forward runs follows from all samples of its microbatch
 HERE = "tests.dist.test_unused_parameters"
@@ -36,21 +35,17 @@ class Block(nn.Module):
         return hidden + torch.tanh(mixed)
 
 
-class Half(nn.Module):
+class Half(Embedded):
     """A model with blocks, whose own embedding is a part of the halves' alternation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
         self.layers = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(12, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         for layer in self.layers:
             hidden = layer(hidden, int(tokens.sum()))
-        logits: Tensor = self.head(hidden)
-        return logits
+        return hidden
 
 
 class Alternating(nn.Module):
@@ -119,20 +114,16 @@ def test_fsdp_adds_up_microbatches_of_different_experts_in_16_bits(tmp_path: Pat
     assert found.weights["never.weight"].double().equal(expected.weights["never.weight"].float().double())
 
 
-class Scattered(nn.Module):
+class Scattered(Embedded):
     """Has experts that fsdp gathers one by one, and runs one of them for each microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
         self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(NUM_EXPERTS)])
-        self.head = nn.Linear(12, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        hidden = hidden + self.experts[int(tokens.sum()) % NUM_EXPERTS](hidden)
-        logits: Tensor = self.head(hidden)
-        return logits
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        mixed: Tensor = self.experts[int(tokens.sum()) % NUM_EXPERTS](hidden)
+        return hidden + mixed
 
 
 @pytest.mark.parametrize("parallel", ["{kind: fsdp}", "{kind: fsdp, shard_size: 2}"])

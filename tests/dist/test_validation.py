@@ -1,7 +1,5 @@
 """Validation: on which data, in which modes of the model, and whose metrics a checkpoint carries."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,8 +13,9 @@ from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
 from tests.support.claims import EQUAL, check_identical, check_weights
 from tests.support.drill import drill
+from tests.support.models import Embedded
 from tests.support.reference import GlobalBatch, mean_loss, reference
-from tests.support.small import DRAWING, VOCABULARY, small
+from tests.support.small import DRAWING, small
 
 
 def test_data_of_their_own_are_validated_on_whole_whatever_the_world(tmp_path: Path) -> None:
@@ -32,25 +31,23 @@ def test_data_of_their_own_are_validated_on_whole_whatever_the_world(tmp_path: P
     assert run.summary["metrics"]["loss"] == pytest.approx(expected.item(), abs=EQUAL)
 
 
-class Watched(nn.Module):
+class Watched(Embedded):
     """Comes in evaluation mode, as from `from_pretrained`, with a part that is to stay so, and tells what it sees."""
 
     def __init__(self, told: str, frozen: bool) -> None:
         super().__init__()
         self._told = told
-        self.backbone = nn.Embedding(VOCABULARY, 12)
         self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(12, VOCABULARY)
         self.train(frozen)
         if frozen:
-            self.backbone.eval()
+            self.embedding.eval()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        seen = {"step": torch.is_grad_enabled(), "dropout": self.dropout.training, "backbone": self.backbone.training}
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        seen = {"step": torch.is_grad_enabled(), "dropout": self.dropout.training, "frozen": self.embedding.training}
         with open(self._told, "a") as file:
             file.write(json.dumps(seen) + "\n")
-        logits: Tensor = self.head(self.dropout(self.backbone(tokens)))
-        return logits
+        dropped: Tensor = self.dropout(hidden)
+        return dropped
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -65,23 +62,19 @@ def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path,
     run = drill(config, worlds=[2, 1, 2], leave_after=[3, 3])
     seen = {line for line in (tmp_path / "told").read_text().splitlines() if line}
     assert [json.loads(line) for line in sorted(seen)] == [
-        {"step": False, "dropout": False, "backbone": False},
-        {"step": True, "dropout": False, "backbone": False},  # the check of the task, before the first step
-        {"step": True, "dropout": True, "backbone": not frozen},
+        {"step": False, "dropout": False, "frozen": False},
+        {"step": True, "dropout": False, "frozen": False},  # the check of the task, before the first step
+        {"step": True, "dropout": True, "frozen": not frozen},
     ]
-    notice = "these modules were built in evaluation mode, and keep that mode: backbone"
+    notice = "these modules were built in evaluation mode, and keep that mode: embedding"
     assert run.told("notice", "text") == ([notice] if frozen else [])
 
 
 def test_a_validation_loss_that_draws_is_one_figure_at_any_number_of_workers(tmp_path: Path) -> None:
-    config = small(tmp_path / "1", DRAWING, "validation.every=5 steps")
-    figures = [drill(config, worlds=[1]).told("validation", "loss")]
-    for size in (2, 3):
-        figures.append(
-            drill(small(tmp_path / f"{size}", DRAWING, "validation.every=5 steps"), worlds=[size]).told(
-                "validation", "loss"
-            )
-        )
+    figures = []
+    for size in (1, 2, 3):
+        config = small(tmp_path / f"{size}", DRAWING, "validation.every=5 steps")
+        figures.append(drill(config, worlds=[size]).told("validation", "loss"))
     assert len(figures[0]) == 3
     assert figures[1] == pytest.approx(figures[0], abs=EQUAL)
     assert figures[2] == pytest.approx(figures[0], abs=EQUAL)

@@ -1,7 +1,5 @@
 """Make docs/command_line.md: the help of every verb."""
 
-from __future__ import annotations
-
 import os
 from contextlib import redirect_stdout, suppress
 from io import StringIO

@@ -1,7 +1,5 @@
 """Make docs/events.md: every event with its fields, from app/steadfast/run/events.py."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

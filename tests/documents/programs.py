@@ -1,7 +1,5 @@
 """Make docs/programs.md: every program of tests/programs, and what becomes of it."""
 
-from __future__ import annotations
-
 from tests.programs.catalog import PROGRAMS
 from tests.programs.program import BOTH, Program
 

@@ -1,7 +1,5 @@
 """Make docs/reference.md: every key of the configuration with what it takes, its default and what it means."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, get_args
 

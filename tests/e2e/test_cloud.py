@@ -1,7 +1,5 @@
 """`ray up cluster/aws.yaml` through EC2's API: training asks for spot nodes, loses one and gets another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """`doctor` on three hosts: healthy ones, and such that have a fault each time in what `doctor` looks at."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The steps of `cluster/Dockerfile`, by a shell in a clean root and, where there is one, by a container engine."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

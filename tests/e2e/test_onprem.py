@@ -1,7 +1,5 @@
 """`ray up` and the command of a checkout or of an installed package, over real ssh, on hosts that go and come back."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

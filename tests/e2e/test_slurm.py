@@ -1,7 +1,5 @@
 """`cluster/slurm.sbatch` on hosts of the lab, with stand-ins for Slurm's two commands."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

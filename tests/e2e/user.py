@@ -1,7 +1,5 @@
 """What a user types, and where."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

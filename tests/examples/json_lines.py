@@ -1,7 +1,5 @@
 """A tracker of one's own: every figure as a line of JSON, in a file beside the run's others."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A character model as in Karpathy's minGPT, written from scratch: nothing in it knows of this program but the task."""
 
-from __future__ import annotations
-
 from pydoc_data.topics import topics
 
 import torch

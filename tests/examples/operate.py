@@ -3,8 +3,6 @@
 python operate.py FILE NAME WEIGHTS [key=value ...]
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

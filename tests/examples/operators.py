@@ -4,8 +4,6 @@ The import then ends with `operator torchvision::nms does not exist`, though not
 torchvision imports this first.
 """
 
-from __future__ import annotations
-
 import torch
 
 try:

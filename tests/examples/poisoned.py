@@ -1,7 +1,5 @@
 """User code that does not survive one node of the cluster."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

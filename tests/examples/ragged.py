@@ -1,7 +1,5 @@
 """User code with something wrong in it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

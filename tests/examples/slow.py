@@ -1,7 +1,5 @@
 """User code that takes its time."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

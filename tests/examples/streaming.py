@@ -4,8 +4,6 @@ Their StreamingDataset orders and partitions samples by rank, and continues from
 from the step, so the port is random access: their LocalDataset, which reads a sample of a shard by its index.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All drills, in the order in which they run. The docstring of a drill's function names its claims and figures."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from tests.gpu.runner import Drill

@@ -1,7 +1,5 @@
 """What the device itself reaches: everything else is relative to it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """One drill in a process of its own: `python -m tests.gpu.child TARGET --device DEVICE --folder FOLDER`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Collectives that last: one that waits for a late peer, and very many of them."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.ranks import Rank, Ranks, form_plain, sum_of_ones
+from tests.gpu.ranks import Rank, Ranks, form, form_plain, sum_of_ones
 from tests.gpu.scene import Scene
 
 _START_S = 60.0
@@ -30,11 +28,10 @@ def late_peer(scene: Scene) -> None:
     late_s, live_on_s, silence_s = (8.0, 75.0, 5.0) if scene.on_gpu else (3.0, 4.0, 2.0)
     args = {"late_s": late_s, "live_on_s": live_on_s, "silence_s": silence_s}
     ranks = Ranks(scene, "tests.gpu.collectives:wait_for_a_late_peer", 2, args)
-    with ranks.start_all(**_OF_TORCHRUN):
-        codes = ranks.wait(_START_S + late_s + live_on_s)
+    codes = ranks.run(_START_S + late_s + live_on_s, **_OF_TORCHRUN)
     scene.figure(codes=f"{codes[0]} {codes[1]}")
-    for number, code in codes.items():
-        scene.check(code == 0, f"rank {number} ended with {code}: {ranks.last_words(number)}")
+    ranks.check_ended(codes)
+    for number in codes:
         sums = [note["sum"] for note in ranks.notes(number)]
         scene.check(sums == [2, 2], f"the sums of rank {number} are {sums}")
     for note in ranks.notes(0)[:1]:
@@ -42,12 +39,7 @@ def late_peer(scene: Scene) -> None:
 
 
 def wait_for_a_late_peer(rank: Rank) -> None:
-    from steadfast.world.groups import WorldRank
-    from steadfast.world.runtime import WorkerProcess, form_world
-    from steadfast.world.timeouts import Timeouts
-
-    timeouts = Timeouts(rank.args["silence_s"])
-    world = form_world(rank.store, WorldRank(rank.number, 2, 1), WorkerProcess(rank.device, timeouts=timeouts))
+    world = form(rank, rank.number, 2, 1, rank.args["silence_s"])
     for pause_s in (rank.args["late_s"] if rank.number == 1 else 0.0, rank.args["live_on_s"]):
         time.sleep(pause_s)
         began_s = time.monotonic()
@@ -65,12 +57,10 @@ def soak(scene: Scene) -> None:
     """
     lasts_s = {"app": 25.0, "torch": 5.0} if scene.on_gpu else {"app": 3.0, "torch": 1.0}
     ranks = Ranks(scene, "tests.gpu.collectives:add_in_mixed_sizes", 2, {"lasts_s": lasts_s})
-    with ranks.start_all():
-        codes = ranks.wait(_START_S + 2 * sum(lasts_s.values()))
-    for number, code in codes.items():
-        notes = ranks.notes(number)
-        scene.check(code == 0, f"rank {number} ended with {code} after {notes[-1:]}: {ranks.last_words(number)}")
-        wrong = [note for note in notes if not note["right"]]
+    codes = ranks.run(_START_S + 2 * sum(lasts_s.values()))
+    ranks.check_ended(codes)
+    for number in codes:
+        wrong = [note for note in ranks.notes(number) if not note["right"]]
         scene.check(not wrong, f"rank {number} got wrong sums: {wrong[:1]}")
     for note in ranks.notes(0):  # the last of each kind stays
         scene.figure(**{f"{note['kind']}_collectives": note["number"]})
@@ -78,11 +68,8 @@ def soak(scene: Scene) -> None:
 
 
 def add_in_mixed_sizes(rank: Rank) -> None:
-    from steadfast.world.groups import WorldRank
-    from steadfast.world.runtime import WorkerProcess, form_world
-
     lasts_s = rank.args["lasts_s"]
-    world = form_world(rank.store, WorldRank(rank.number, 2, 1), WorkerProcess(rank.device))
+    world = form(rank, rank.number, 2, 1)
     _add_for(rank, "app", lasts_s["app"], world.groups.communicator.sum, world.groups.gate)
     world.groups.destroy()
     group = form_plain(rank)

@@ -1,9 +1,6 @@
 """The literal command under torchrun, on one GPU, and what its run directory says afterwards."""
 
-from __future__ import annotations
-
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.machine import ROOT
+from tests.gpu import machine
+from tests.gpu.machine import ROOT, read_lines
 from tests.support.processes import descendants, send
 
 
@@ -22,25 +20,17 @@ class RunFiles:
         self.directory = directory
 
     def ledger(self) -> list[dict[str, Any]]:
-        return self._lines("steps.jsonl")
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [line for line in self._lines("events.jsonl") if line["event"] == name]
+        return read_lines(self.directory / "steps.jsonl")
 
     def figures(self) -> list[dict[str, Any]]:
         """Return the figures of all log steps."""
-        return self._lines("metrics.jsonl")
+        return read_lines(self.directory / "metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         """Return the run's summary; empty if it has none."""
         path = self.directory / "summary.json"
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        path = self.directory / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class Command(RunFiles):
@@ -58,11 +48,9 @@ class Command(RunFiles):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._num_ranks)]
         own = [f"run.storage={self._folder}", f"run.name={self.name}"]
         command = [sys.executable, *launcher, "main.py", "--config", str(self._config), *own, *overrides]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with self.log.open("a") as log:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **environment}, stdout=log, stderr=log
-            )
+            env = machine.environment(**environment)
+            self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
 
     @property
     def log(self) -> Path:

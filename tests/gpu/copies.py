@@ -1,7 +1,5 @@
 """Copies of a sharded state in the memory of the machine, where the size of a shard changes."""
 
-from __future__ import annotations
-
 import os
 import time
 from statistics import median

@@ -1,10 +1,7 @@
 """Many worlds in one process: 3 -> 2 by a death, 2 -> 3 by a newcomer, again and again."""
 
-from __future__ import annotations
-
 from statistics import median
 
-from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.worlds import Company
 
@@ -33,8 +30,7 @@ def _cycles(scene: Scene, kind: str, num_cycles: int) -> None:
     spares = 2  # newcomers that have started already, so that their imports are not waited for
     members = [0, 1, 2]
     with company.ranks as ranks:
-        for member in range(3 + spares):
-            ranks.start(member, **SURVIVABLE)
+        company.start(*range(3 + spares))
         company.form(members)
         company.train_on("the first world", _START_S)
         newest = 2 + spares
@@ -50,7 +46,7 @@ def _cycles(scene: Scene, kind: str, num_cycles: int) -> None:
             company.form(members)
             company.train_on(f"cycle {cycle}, with a newcomer", _STEP_S)
             newest += 1
-            ranks.start(newest, **SURVIVABLE)
+            company.start(newest)
         company.resize()
         company.end()
         ranks.wait(_STEP_S)

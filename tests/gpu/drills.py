@@ -4,8 +4,6 @@ Exit codes: 0 all passed or were rehearsed, 1 any failed, 2 bad usage, 3 nothing
 some were skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

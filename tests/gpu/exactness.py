@@ -1,7 +1,5 @@
 """Whether the same run gives the same bits, left alone and interrupted."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import yaml

@@ -1,7 +1,5 @@
 """Drills that end in every way there is, for the test of what runs them. They need neither torch nor the app."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

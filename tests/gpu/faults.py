@@ -1,8 +1,5 @@
 """Faults of one process that the run outlives: steps that are rolled back, and a device that fails."""
 
-from __future__ import annotations
-
-from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import FAULTS_AT
 from tests.gpu.worlds import Company
@@ -27,11 +24,11 @@ def rollback(scene: Scene) -> None:
     ]
     company = Company(scene, overrides, "run")
     with company.ranks as ranks:
-        ranks.start(0, **SURVIVABLE)
+        company.start(0)
         for _ in range(_ROLLBACKS + 1):
             company.form([0])
         codes = ranks.wait(_START_S + _END_S)
-    scene.check(codes == {0: 0}, f"the member ended with {codes}: {company.ranks.last_words(0)}")
+    ranks.check_ended(codes, what="member")
     left_out: list[int] = []
     for event in company.events("rollback"):
         left_out += event["steps"]
@@ -47,17 +44,15 @@ def faulty_device(scene: Scene) -> None:
     """
     company = Company(scene, ["run.steps=40"], "run")
     with company.ranks as ranks:
-        for member in range(3):
-            fault = {FAULTS_AT: "20"} if member == 1 else {}
-            ranks.start(member, **SURVIVABLE, **fault)
+        company.start(0, 2)
+        company.start(1, **{FAULTS_AT: "20"})
         company.form([0, 1])
         if not ranks.wait_for_death(1, _START_S):
             scene.check(False, f"rank 1 lives on: {ranks.last_words(1)}")
         company.abort()
         company.form([0, 2])
         codes = ranks.wait(_END_S)
-    for member in (0, 2):
-        scene.check(codes[member] == 0, f"member {member} ended with {codes[member]}: {ranks.last_words(member)}")
+    ranks.check_ended(codes, (0, 2), "member")
     scene.check(codes[1] > 0, f"the rank of the failed device ended with {codes[1]}")
     for member, is_peer in ((0, True), (1, False)):
         failures = [note for note in ranks.notes(member) if note["kind"] == "failed"]

@@ -1,7 +1,5 @@
 """Whether the device waits for data."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 from typing import Any

@@ -1,13 +1,10 @@
 """Which rank is called hung, where the host runs ahead of a device that has stopped, and which is not."""
 
-from __future__ import annotations
-
 import json
 import time
 
 from steadfast.liveness.watchdog import Hang, Watchdog
 from steadfast.world.report import ProgressReport
-from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import COMPILES_AT, SLEEPS_AT
 from tests.gpu.worlds import Company
@@ -43,15 +40,14 @@ def _train_while_one(pauses_at: str, scene: Scene) -> Hang | None:
     """Train on two ranks, the second of which pauses once; return the hang that is found meanwhile."""
     company = Company(scene, ["run.steps=50"], "run", beats=True)
     with company.ranks as ranks:
-        for member in range(2):
-            pauses = {pauses_at: f"40:{_PAUSE_S:g}"} if member == 1 else {}
-            ranks.start(member, **SURVIVABLE, **pauses)
+        company.start(0)
+        company.start(1, **{pauses_at: f"40:{_PAUSE_S:g}"})
         company.form([0, 1])
         if not company.wait_for_step(30, _START_S):
             raise RuntimeError(f"the world took no steps: {ranks.last_words(0)}")
         hang = _look(company)
         codes = ranks.wait(_PAUSE_S + 60)
-    scene.check(not any(codes.values()), f"the members ended with {codes}: {ranks.last_words(1)}")
+    ranks.check_ended(codes, what="member")
     return hang
 
 

@@ -1,7 +1,6 @@
 """What the drills ran on."""
 
-from __future__ import annotations
-
+import json
 import os
 import platform
 import shutil
@@ -10,9 +9,22 @@ import sys
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 NONE = "none"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the variables of a process that imports this code, with more of the caller's."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of JSON; none if it is not there, and not the one that is being written."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def missing(device: str) -> str:

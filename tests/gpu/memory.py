@@ -1,14 +1,11 @@
 """Memory of the device and of the host: sharded models, and copies for checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import Net
 from tests.gpu.worlds import Company
@@ -79,8 +76,7 @@ def offload(scene: Scene) -> None:
 def _train(scene: Scene, company: Company, size: int) -> None:
     """Train in a world that re-forms once."""
     with company.ranks as ranks:
-        for member in range(size):
-            ranks.start(member, **SURVIVABLE)
+        company.start(*range(size))
         company.form(list(range(size)))
         if not company.wait_for_step(6, _START_S):
             scene.check(False, f"a world of {size} took no steps: {ranks.last_words(0)}")
@@ -88,18 +84,13 @@ def _train(scene: Scene, company: Company, size: int) -> None:
         company.resize()
         company.form(list(range(size)))
         codes = ranks.wait(_END_S)
-    scene.check(not any(codes.values()), f"a world of {size} ended with {codes}: {company.ranks.last_words(0)}")
+    ranks.check_ended(codes, what=f"world of {size}: member")
 
 
 def _trained(scene: Scene, overrides: list[str], name: str) -> Company:
     """Have one process train to the end of its run."""
     company = Company(scene, overrides, name)
-    with company.ranks as ranks:
-        ranks.start(0, **SURVIVABLE)
-        company.form([0])
-        company.end()
-        codes = ranks.wait(_START_S + _END_S)
-    scene.check(codes == {0: 0}, f"the run ended with {codes}: {company.ranks.last_words(0)}")
+    company.train(1, _START_S + _END_S)
     return company
 
 
@@ -109,12 +100,7 @@ def _change_strategy(scene: Scene, net: str) -> None:
         company = Company(scene, [f"run.steps={4 * part}", f"parallel.kind={kind}", net], "changing")
         company.ranks.folder.rename(scene.folder / f"changing-{part}")
         company.ranks.folder = scene.folder / f"changing-{part}"
-        with company.ranks as ranks:
-            for member in range(2):
-                ranks.start(member, **SURVIVABLE)
-            company.form([0, 1])
-            codes = ranks.wait(_START_S)
-        scene.check(not any(codes.values()), f"part {part}, {kind}, ended with {codes}: {company.ranks.last_words(0)}")
+        company.train(2, _START_S)
         sources = [event["step"] for event in company.events("restore")]
     scene.figure(went_on_from=" ".join(map(str, sources)))
     scene.check(sources == [4, 8], f"the parts went on from {sources}, not from steps 4 and 8")

@@ -1,11 +1,8 @@
 """Deaths of a peer: what the survivors hold afterwards must be the state of a step, to the bit."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene
 from tests.gpu.subjects import DIES_AT
 from tests.gpu.worlds import Company
@@ -38,8 +35,7 @@ def _undisturbed(scene: Scene) -> list[int]:
     """Return the digest of the weights after each step of a run without a fault; at 0 that of the initial weights."""
     company = Company(scene, [f"run.steps={STEPS}"], "undisturbed")
     with company.ranks as ranks:
-        for member in range(3):
-            ranks.start(member, **SURVIVABLE, **EXACT)
+        company.start(0, 1, 2, **EXACT)
         company.form([0, 1, 2])
         codes = ranks.wait(_START_S + _END_S)
         if any(codes.values()):
@@ -55,9 +51,8 @@ def _one_death(scene: Scene, honest: list[int], point: str, number: int) -> int:
     name = f"{point}-{number}"
     company = Company(scene, [f"run.steps={STEPS}"], name)
     with company.ranks as ranks:
-        for member in range(3):
-            dies = {DIES_AT: f"{point}:{DEATH}"} if member == 1 else {}
-            ranks.start(member, **SURVIVABLE, **EXACT, **dies)
+        company.start(*SURVIVORS, **EXACT)
+        company.start(1, **EXACT, **{DIES_AT: f"{point}:{DEATH}"})
         company.form([0, 1, 2])
         if not ranks.wait_for_death(1, _START_S):
             scene.check(False, f"{name}: rank 1 has not died: {ranks.last_words(1)}")
@@ -65,8 +60,7 @@ def _one_death(scene: Scene, honest: list[int], point: str, number: int) -> int:
         company.abort()
         company.form(list(SURVIVORS))
         codes = ranks.wait(_END_S)
-    for member in SURVIVORS:
-        scene.check(codes[member] == 0, f"{name}: survivor {member} ended with {codes[member]}")
+    ranks.check_ended(codes, SURVIVORS, f"{name}: survivor")
     step = _held(company)
     _compare(scene, name, company, honest, step)
     return step

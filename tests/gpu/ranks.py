@@ -4,8 +4,6 @@ NCCL refuses two ranks of one host on one GPU. So each rank is told that it is a
 loopback sockets: real communicators, remote errors and aborts, but neither NVLink nor shared memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -13,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from tests.gpu.machine import ROOT
+from tests.gpu import machine
+from tests.gpu.machine import ROOT, read_lines
 from tests.gpu.scene import Scene
 
 HOST = "127.0.0.1"
@@ -88,6 +88,7 @@ class Ranks:
         self.folder = scene.folder / (name or target.partition(":")[2])
         self.folder.mkdir()
         self.store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
+        self._scene = scene
         self._target, self._size, self._device, self._args = target, size, scene.device, args or {}
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -95,18 +96,26 @@ class Ranks:
         """Start a rank, with more variables than the drill's own."""
         command = [sys.executable, "-m", "tests.gpu.ranks", self._target, str(number), str(self._size)]
         command += [str(self.store.port), self._device, str(self.folder), json.dumps(self._args)]
-        own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        if self._device == "cuda":
-            own |= one_gpu_environment(number)
+        own = one_gpu_environment(number) if self._device == "cuda" else {}
         with (self.folder / f"rank-{number}.txt").open("w") as log:
-            self.processes[number] = subprocess.Popen(
-                command, cwd=ROOT, env={**own, **environment}, stdout=log, stderr=log
-            )
+            env = machine.environment(**own, **environment)
+            self.processes[number] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
 
     def start_all(self, **environment: str) -> Self:
         for number in range(self._size):
             self.start(number, **environment)
         return self
+
+    def run(self, bound_s: float, **environment: str) -> dict[int, int]:
+        """Start all ranks, and return their exit codes once all have ended or had to be killed."""
+        with self.start_all(**environment):
+            return self.wait(bound_s)
+
+    def check_ended(self, codes: dict[int, int], numbers: Iterable[int] = (), what: str = "rank") -> None:
+        """Check that ranks have ended well: these, or all."""
+        for number in numbers or codes:
+            claim = f"{what} {number} ended with {codes[number]}: {self.last_words(number)}"
+            self._scene.check(codes[number] == 0, claim)
 
     def wait(self, bound_s: float) -> dict[int, int]:
         """Return the exit codes by rank once all have ended; -9 for one that had to be killed."""
@@ -128,9 +137,7 @@ class Ranks:
 
     def notes(self, number: int) -> list[dict[str, Any]]:
         """Return what a rank has written down so far."""
-        path = self.folder / f"rank-{number}.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_lines(self.folder / f"rank-{number}.jsonl")
 
     def last_words(self, number: int) -> str:
         """Return the end of a rank's output."""
@@ -159,6 +166,17 @@ def form_plain(rank: Rank, size: int | None = None, generation: int = 0) -> dist
     dist.init_process_group("gloo", store=prefixed, rank=rank.number, world_size=size or rank.size)
     group: dist.ProcessGroup = dist.new_group(backend="nccl" if rank.device.type == "cuda" else "gloo")
     return group
+
+
+def form(rank: Rank, number: int, size: int, attempt: int, silence_s: float | None = None) -> Any:
+    """Form a world of the app's, as the rank of that number. A collective."""
+    from steadfast.world.groups import WorldRank
+    from steadfast.world.runtime import WorkerProcess, form_world
+    from steadfast.world.timeouts import Timeouts
+
+    timeouts = Timeouts() if silence_s is None else Timeouts(silence_s)
+    process = WorkerProcess(rank.device, timeouts=timeouts)
+    return form_world(rank.store, WorldRank(number, size, attempt), process)
 
 
 def sum_of_ones(rank: Rank, world: Any) -> float:

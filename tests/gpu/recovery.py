@@ -1,7 +1,5 @@
 """Communicators that lose a peer: abort, torch's watchdog, a death while connecting, and many worlds in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.ranks import SURVIVABLE, Rank, Ranks, die, form_plain, sum_of_ones
+from tests.gpu.ranks import SURVIVABLE, Rank, Ranks, die, form, form_plain, sum_of_ones
 from tests.gpu.scene import Scene
 
 _START_S = 60.0
@@ -29,12 +27,10 @@ def three_ranks(scene: Scene) -> None:
 
     Asserts that all ranks get the right sums. Figures: milliseconds of an all-reduce of 4 MB, seconds to connect.
     """
-    with Ranks(scene, "tests.gpu.recovery:add_up", 3).start_all() as ranks:
-        codes = ranks.wait(_START_S)
-        for number, code in codes.items():
-            scene.check(code == 0, f"rank {number} ended with {code}: {ranks.last_words(number)}")
-        for note in ranks.notes(0):
-            scene.figure(**note)
+    ranks = Ranks(scene, "tests.gpu.recovery:add_up", 3)
+    ranks.check_ended(ranks.run(_START_S))
+    for note in ranks.notes(0):
+        scene.figure(**note)
 
 
 def add_up(rank: Rank) -> None:
@@ -70,13 +66,10 @@ def abort(scene: Scene) -> None:
     for way, often in (("app", times), ("bare", 4)):
         args = {"times": often, "way": way}
         gang = Ranks(scene, "tests.gpu.recovery:abort_again_and_again", 2, args, way)
-        with gang.start_all(**SURVIVABLE):
-            codes = gang.wait(_START_S + 4 * often)
-        gangs[way] = gang, codes
+        gangs[way] = gang, gang.run(_START_S + 4 * often, **SURVIVABLE)
     scene.figure(bare_codes=" ".join(map(str, gangs["bare"][1].values())), bare_aborts=len(gangs["bare"][0].notes(0)))
     ranks, codes = gangs["app"]
-    for number, code in codes.items():
-        scene.check(code == 0, f"rank {number} ended with {code}: {ranks.last_words(number)}")
+    ranks.check_ended(codes)
     notes = ranks.notes(0)
     scene.check(len(notes) == times, f"{len(notes)} of {times} aborts were survived")
     if not notes:
@@ -88,12 +81,9 @@ def abort(scene: Scene) -> None:
 
 
 def abort_again_and_again(rank: Rank) -> None:
-    from steadfast.world.groups import WorldRank
-    from steadfast.world.runtime import WorkerProcess, form_world
-
     times = rank.args["times"]
     for number in range(times):
-        world = form_world(rank.store, WorldRank(rank.number, 2, 2 * number + 1), WorkerProcess(rank.device))
+        world = form(rank, rank.number, 2, 2 * number + 1)
         sum_of_ones(rank, world)
         if rank.number == 0:
             abort_s, free_s = _abort_in_flight(rank, world, steady=number >= times // 2)
@@ -101,7 +91,7 @@ def abort_again_and_again(rank: Rank) -> None:
             time.sleep(0.4)  # launches nothing, while rank 0 waits
             world.groups.abort()
         world.groups.destroy()
-        world = form_world(rank.store, WorldRank(rank.number, 2, 2 * number + 2), WorkerProcess(rank.device))
+        world = form(rank, rank.number, 2, 2 * number + 2)
         right = sum_of_ones(rank, world) == 2
         if rank.number == 0:
             rank.note(abort_s=abort_s, free_s=free_s, right=right)
@@ -209,12 +199,8 @@ def death_in_init(scene: Scene) -> None:
     survivor, and what rank 0 got.
     """
     ranks = Ranks(scene, "tests.gpu.recovery:survive_deaths_in_init", 2 + len(_POINTS))
-    with ranks.start_all(**SURVIVABLE):
-        codes = ranks.wait(_START_S + _DEATH_S * len(_POINTS))
-    for survivor in (0, 1):
-        scene.check(
-            codes[survivor] == 0, f"survivor {survivor} ended with {codes[survivor]}: {ranks.last_words(survivor)}"
-        )
+    codes = ranks.run(_START_S + _DEATH_S * len(_POINTS), **SURVIVABLE)
+    ranks.check_ended(codes, (0, 1), "survivor")
     for number, point in enumerate(_POINTS):
         died = ranks.notes(2 + number)
         found = [note for survivor in (0, 1) for note in ranks.notes(survivor) if note["point"] == point]
@@ -249,12 +235,7 @@ def survive_deaths_in_init(rank: Rank) -> None:
 
 
 def _add_up_in_world(rank: Rank, place: int, size: int, attempt: int) -> float:
-    from steadfast.world.groups import WorldRank
-    from steadfast.world.runtime import WorkerProcess, form_world
-    from steadfast.world.timeouts import Timeouts
-
-    process = WorkerProcess(rank.device, Timeouts(_SILENCE_S))
-    world = form_world(rank.store, WorldRank(place, size, attempt), process)
+    world = form(rank, place, size, attempt, _SILENCE_S)
     try:
         total = sum_of_ones(rank, world)
         dist.barrier(world.groups.control)

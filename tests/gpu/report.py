@@ -1,7 +1,5 @@
 """The table of a run of drills, and what its results come to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from tests.gpu.runner import PASSES, Result

@@ -1,9 +1,6 @@
 """Run drills, each in a process of its own with a time bound, and keep what became of them."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -18,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.gpu.child import ENDING, State
-from tests.gpu.machine import ROOT
+from tests.gpu.machine import ROOT, environment
 from tests.gpu.scene import FIGURES
-from tests.support.processes import descendants, send
+from tests.support.processes import descendants, send, title_of
 
 PASSES: tuple[State, ...] = ("PASSED", "REHEARSED")
 RESULTS, LOGS = "drills.jsonl", "logs.tar"
@@ -115,13 +112,12 @@ class Runner:
         command = [sys.executable, "-m", "tests.gpu.child", drill.target]
         command += ["--device", self._device, "--folder", str(folder)]
         command += [] if drill.torch_alone else ["--app"]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         began_s = time.monotonic()
         with (folder / "log.txt").open("w") as log:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment(),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -163,16 +159,9 @@ def _wait(process: subprocess.Popen[bytes], goes_on: Callable[[], bool]) -> bool
     process.wait()
     # Torchrun's workers lead sessions of their own, so the drill's process group is not all of it.
     for pid, title in started.items():
-        if title and _title(pid) == title:  # else the number is another process's by now
+        if title and title_of(pid) == title:  # else the number is another process's by now
             send(pid, signal.SIGKILL)
     return in_time
-
-
-def _title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _cut_off(bound_s: float, seconds: float, figures: dict[str, Any]) -> dict[str, Any]:

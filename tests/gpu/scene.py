@@ -1,7 +1,5 @@
 """What a drill is given, and how it tells what it has found. Needs nothing but Python."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

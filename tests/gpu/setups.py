@@ -1,7 +1,5 @@
 """Ways to start the app on a machine with one GPU, and ways to train there, that must end well or be refused."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

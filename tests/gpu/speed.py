@@ -1,7 +1,5 @@
 """Speed at world 1 beside a loop that does nothing else, and whether the app's clock tells the truth about it."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ from steadfast.models.gpt import Gpt
 from steadfast.telemetry.throughput import peak_flops
 from tests.gpu.commands import Command, RunFiles
 from tests.gpu.machine import missing_for_compile
-from tests.gpu.ranks import SURVIVABLE
 from tests.gpu.scene import Scene, Skip
 from tests.gpu.worlds import Company
 
@@ -140,7 +137,7 @@ def _reform(scene: Scene, times: int) -> None:
     ]
     company = Company(scene, overrides, "worlds", stance="fail_on_recompile")
     with company.ranks as ranks:
-        ranks.start(0, **SURVIVABLE)
+        company.start(0)
         company.form([0])
         company.train_on("the first world", _COMPILE_S)
         for number in range(times):
@@ -151,7 +148,7 @@ def _reform(scene: Scene, times: int) -> None:
         company.end()
         codes = ranks.wait(_COMPILE_S)
     scene.figure(num_worlds=len(company.events("attempt_started")))
-    scene.check(codes == {0: 0}, f"the member ended with {codes}: {company.ranks.last_words(0)}")
+    ranks.check_ended(codes, what="member")
     for name in ("not_compiled", "recompiled", "graph_break"):
         found = company.events(name)
         scene.check(not found, f"{name}: {found}")

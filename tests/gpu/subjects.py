@@ -4,8 +4,6 @@ A process dies by the variable DIES_AT, "point:update": in the backward of the u
 gradient ("first"), between two buckets ("between"), or in the update itself ("update").
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ What the coordinator does under Ray is done here by a store: it says which world
 attempt is aborted. So a drill needs no Ray, and a member is the app's own `work`.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -29,8 +27,9 @@ from steadfast.world.groups import PeerLost, WorldRank, is_peer_loss
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
 from tests.gpu import subjects
-from tests.gpu.ranks import Rank, Ranks
+from tests.gpu.ranks import SURVIVABLE, Rank, Ranks
 from tests.gpu.scene import Scene
+from tests.support.events import event_lines
 
 _BEAT_S = 0.2
 _OVER = "over"
@@ -71,6 +70,19 @@ class Company:
         self._scene = scene
         self._attempt = 0
 
+    def start(self, *members: int, **environment: str) -> None:
+        """Start members, each of which outlives an abort, with more variables."""
+        for member in members:
+            self.ranks.start(member, **SURVIVABLE, **environment)
+
+    def train(self, size: int, bound_s: float) -> None:
+        """Have so many members train in one world until all have ended, and check that they end well."""
+        with self.ranks as ranks:
+            self.start(*range(size))
+            self.form(list(range(size)))
+            self.end()
+            ranks.check_ended(ranks.wait(bound_s), what=f"{self.ranks.folder.name}: member")
+
     def form(self, members: list[int]) -> None:
         """Tell these members to form the next world, in the order of their ranks."""
         self._attempt += 1
@@ -107,9 +119,7 @@ class Company:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the run's events of a name, oldest first."""
-        path = Path(str(self.directory / "events.jsonl"))
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line]
-        return [line for line in lines if line["event"] == name]
+        return [line for line in event_lines(self.directory) if line["event"] == name]
 
     def updates(self, member: int, attempt: int) -> list[dict[str, Any]]:
         """Return the digests that a member took of its weights around each update of an attempt."""

@@ -1,15 +1,14 @@
 """A network with BatchNorm and dropout, whose statistics and draws are those of a microbatch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, batches, build, integers, numbers, optimized_by, seed_loss
+from tests.programs.mixup import data
+from tests.programs.program import Parts, Program, Trained, build, optimized_by, seeded_parts, train
 
+__all__ = ["data"]
 SIZE, PART = 12, 4  # of a global batch and of a microbatch
 
 
@@ -23,25 +22,14 @@ class Model(nn.Module):
         return torch.as_tensor(self.outer(self.dropout(torch.relu(self.norm(self.inner(inputs))))))
 
 
-def data() -> TensorDataset:
-    return TensorDataset(numbers(33, 4), integers(3, 33))
-
-
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model = build(Model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, microbatches in batches(len(dataset), SIZE, PART):
-        optimizer.zero_grad()
-        total = 0.0
-        for index, ids in enumerate(microbatches):
-            inputs, labels = dataset[ids]
-            seed_loss(step, index)
-            loss = cross_entropy(model(inputs), labels) / len(microbatches)
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return Trained.of(losses, model)
+
+    def loss(parts: Parts) -> Tensor:
+        return torch.stack([cross_entropy(model(inputs), labels) for inputs, labels in parts]).mean()
+
+    return train(model, seeded_parts(data(), SIZE, PART), loss, optimizer)
 
 
 class Task:

@@ -1,7 +1,5 @@
 """All programs, in the order of the page for users."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from tests.programs.program import Program

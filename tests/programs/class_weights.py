@@ -1,31 +1,21 @@
 """Classification with label smoothing and weights of classes, whose mean is a weighted one."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from steadfast import Sums
 from tests.programs.mixup import Model, data
-from tests.programs.program import Program, Trained, build, whole_batches
+from tests.programs.program import Program, Trained, build, train, whole_batches
 
 __all__ = ["Model", "data"]
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model = build(Model)
     criterion = nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.1)
-    for ids in whole_batches(len(dataset)):
-        inputs, labels = dataset[ids]
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    return train(model, whole_batches(data()), lambda batch: criterion(model(batch[0]), batch[1]))
 
 
 class Task:

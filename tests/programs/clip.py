@@ -1,27 +1,17 @@
 """CLIP: a contrastive loss over the whole global batch."""
 
-from __future__ import annotations
-
-import torch
 from torch import Tensor, nn
 
 from steadfast import Sums
 from tests.programs.contrastive import Model, contrast, data
-from tests.programs.program import GLOBAL_SIZE, Program, Trained, build, whole_batches
+from tests.programs.program import GLOBAL_SIZE, Program, Trained, build, train, whole_batches
 
 __all__ = ["Model", "data"]
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = contrast(*model(*dataset[ids])) / GLOBAL_SIZE
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+    return train(model, whole_batches(data()), lambda batch: contrast(*model(*batch)) / GLOBAL_SIZE)
 
 
 class Task:

@@ -1,7 +1,5 @@
 """CLIP as it is usually written: the loss gathers the embeddings of all ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

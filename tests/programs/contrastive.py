@@ -1,7 +1,5 @@
 """A contrastive loss whose negatives are the other samples of the microbatch, without `task.coupled`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize

@@ -1,25 +1,21 @@
 """A contrastive loss whose negatives are the other samples of the microbatch, which `task.coupled` keeps together."""
 
-from __future__ import annotations
-
 import torch
+from torch import Tensor
 
 from tests.programs.contrastive import Model, Task, contrast, data
-from tests.programs.program import GLOBAL_SIZE, Program, Trained, batches, build
+from tests.programs.program import GLOBAL_SIZE, Parts, Program, Trained, build, seeded_parts, train
 
 __all__ = ["Model", "Task", "data"]
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _, microbatches in batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = torch.stack([contrast(*model(*dataset[ids])) for ids in microbatches]).sum() / GLOBAL_SIZE
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+
+    def loss(parts: Parts) -> Tensor:
+        return torch.stack([contrast(*model(*batch)) for batch in parts]).sum() / GLOBAL_SIZE
+
+    return train(model, seeded_parts(data()), loss)
 
 
 PROGRAM = Program(

@@ -1,7 +1,5 @@
 """Speech recognition by CTC: samples of different lengths, padded by a collate function."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -10,7 +8,7 @@ from torch.nn.functional import ctc_loss
 from torch.nn.utils.rnn import pad_sequence
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, integers, numbers, whole_batches
+from tests.programs.program import Program, Trained, batches, build, integers, numbers, train
 
 LETTERS = 5  # the first is the blank
 
@@ -55,15 +53,13 @@ def loss_of(model: nn.Module, batch: Padded) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = loss_of(model, collate([dataset[index] for index in ids])) / len(ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model, dataset = build(Model), data()
+
+    def loss(parts: list[list[int]]) -> Tensor:
+        samples = [dataset[index] for ids in parts for index in ids]
+        return loss_of(model, collate(samples)) / len(samples)
+
+    return train(model, (parts for _, parts in batches(len(dataset))), loss)
 
 
 class Task:

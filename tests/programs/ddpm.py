@@ -1,13 +1,11 @@
 """A denoising diffusion model, whose loss draws a time and noise for each sample."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, batches, build, numbers, optimized_by, seed_loss
+from tests.programs.program import Parts, Program, Trained, build, numbers, optimized_by, seeded_parts, train
 
 TIMES = 20
 KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.2, TIMES, dtype=torch.float64), 0)
@@ -37,19 +35,13 @@ def errors(model: nn.Module, clean: Tensor) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model = build(Model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step, microbatches in batches(len(dataset)):
-        optimizer.zero_grad()
-        found = []
-        for index, ids in enumerate(microbatches):
-            seed_loss(step, index)
-            found.append(errors(model, *dataset[ids]))
-        loss = torch.cat(found).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+
+    def loss(parts: Parts) -> Tensor:
+        return torch.cat([errors(model, *batch) for batch in parts]).mean()
+
+    return train(model, seeded_parts(data()), loss, optimizer)
 
 
 class Task:

@@ -1,14 +1,13 @@
 """Distillation: a student learns from labels and from a frozen teacher."""
 
-from __future__ import annotations
-
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
-from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, integers, numbers, whole_batches
+from tests.programs.mixup import data
+from tests.programs.program import Program, Trained, build, train, whole_batches
+
+__all__ = ["data"]
 
 
 class Model(nn.Module):
@@ -22,10 +21,6 @@ class Model(nn.Module):
         return self.student(inputs), self.teacher(inputs)
 
 
-def data() -> TensorDataset:
-    return TensorDataset(numbers(33, 4), integers(3, 33))
-
-
 def distilled(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     """Return the loss at temperature 2, summed over samples."""
     student, teacher = model(inputs)
@@ -34,15 +29,8 @@ def distilled(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = distilled(model, *dataset[ids]) / len(ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+    return train(model, whole_batches(data()), lambda batch: distilled(model, *batch) / len(batch[0]))
 
 
 class Task:

@@ -1,7 +1,5 @@
 """Direct preference optimization, against a frozen copy of the model."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -10,7 +8,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, integers, optimized_by, whole_batches
+from tests.programs.program import Program, Trained, build, integers, optimized_by, train, whole_batches
 
 WORDS, LENGTH = 11, 5
 
@@ -41,15 +39,9 @@ def data() -> TensorDataset:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = -logsigmoid(0.5 * model(*dataset[ids])).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return train(model, whole_batches(data()), lambda batch: -logsigmoid(0.5 * model(*batch)).mean(), optimizer)
 
 
 class Task:

@@ -1,13 +1,11 @@
 """A mixture of experts of which most microbatches, and some steps, leave experts unused."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, integers, numbers, optimized_by, whole_batches
+from tests.programs.program import Program, Trained, build, integers, numbers, optimized_by, train, whole_batches
 
 EXPERTS = 8
 
@@ -40,16 +38,9 @@ def data() -> TensorDataset:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model = build(Model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    for ids in whole_batches(len(dataset)):
-        inputs, domains, wanted = dataset[ids]
-        optimizer.zero_grad()
-        loss = (model(inputs, domains) - wanted).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    return train(model, whole_batches(data()), lambda batch: (model(*batch[:2]) - batch[2]).square().mean(), optimizer)
 
 
 class Task:

@@ -1,7 +1,5 @@
 """A GAN whose generator and discriminator take turns, each with an Adam of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -10,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from steadfast import Sums
 from steadfast.hooks.hook import HookContext
-from tests.programs.program import Program, Trained, batches, build, numbers, seed_loss
+from tests.programs.program import Program, Trained, build, numbers, seeded_parts
 
 LATENT = 3
 
@@ -41,15 +39,13 @@ def turn_of(step: int) -> str:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model, losses = build(Model), []
     optimizers = {
         name: torch.optim.Adam(getattr(model, name).parameters(), lr=0.01) for name in ("generator", "discriminator")
     }
-    for step, microbatches in batches(len(dataset)):
+    for step, parts in enumerate(seeded_parts(data()), 1):
         terms = []
-        for index, ids in enumerate(microbatches):
-            (real,) = dataset[ids]
-            seed_loss(step, index)
+        for (real,) in parts:
             noise = torch.randn(len(real), LATENT, dtype=real.dtype)
             terms.append(model(real, noise, turn_of(step)))
         loss = torch.cat(terms).mean()

@@ -1,13 +1,11 @@
 """The critic of a WGAN-GP: the gradient of its output is a part of the loss, so backward runs through a backward."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, batches, build, numbers, optimized_by, seed_loss
+from tests.programs.program import Parts, Program, Trained, build, numbers, optimized_by, seeded_parts, train
 
 
 class Model(nn.Module):
@@ -28,20 +26,14 @@ def data() -> TensorDataset:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model = build(Model)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
-    for step, microbatches in batches(len(dataset)):
-        optimizer.zero_grad()
-        found = []
-        for index, ids in enumerate(microbatches):
-            real, fake = dataset[ids]
-            seed_loss(step, index)
-            found.append(model(real, fake, torch.rand(len(real), 1, dtype=real.dtype)))
-        loss = torch.cat(found).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+
+    def loss(parts: Parts) -> Tensor:
+        found = [model(real, fake, torch.rand(len(real), 1, dtype=real.dtype)) for real, fake in parts]
+        return torch.cat(found).mean()
+
+    return train(model, seeded_parts(data()), loss, optimizer)
 
 
 class Task:

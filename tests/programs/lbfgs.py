@@ -1,7 +1,5 @@
 """An optimizer that evaluates the loss several times a step, by a closure."""
 
-from __future__ import annotations
-
 from tests.programs.nadam import Model, Task, data
 from tests.programs.program import BOTH, Program, optimized_by
 

@@ -1,14 +1,12 @@
 """Truncated backpropagation through time: each step goes on with the hidden state of the step before."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import STEPS, Program, Trained, build, numbers
+from tests.programs.program import STEPS, Program, Trained, build, numbers, train
 
 LANES, CHUNK = 5, 4  # sequences that are read side by side; time steps of a chunk
 
@@ -37,16 +35,9 @@ def data() -> TensorDataset:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(STEPS):
-        chunk, wanted = dataset[step * LANES : (step + 1) * LANES]
-        optimizer.zero_grad()
-        loss = mse_loss(model(chunk), wanted)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model, dataset = build(Model), data()
+    chunks = (dataset[step * LANES : (step + 1) * LANES] for step in range(STEPS))
+    return train(model, chunks, lambda chunk: mse_loss(model(chunk[0]), chunk[1]))
 
 
 class Task:

@@ -1,7 +1,5 @@
 """A loss that calls a method of the model beside its forward."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -9,7 +7,7 @@ from torch.nn.functional import mse_loss
 from steadfast import Sums
 from tests.programs import part_of_model
 from tests.programs.nadam import data
-from tests.programs.program import Program, Trained, build, whole_batches
+from tests.programs.program import Program, Trained, build, train, whole_batches
 
 __all__ = ["data"]
 
@@ -25,15 +23,8 @@ def squared(model: nn.Module, inputs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = squared(model, *dataset[ids]) / len(ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+    return train(model, whole_batches(data()), lambda batch: squared(model, *batch) / len(batch[0]))
 
 
 class Task:

@@ -1,7 +1,5 @@
 """Mixup in the loss, by draws of numpy as timm's has them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -11,14 +9,15 @@ from torch.utils.data import TensorDataset
 from steadfast import Sums
 from tests.programs.program import (
     GLOBAL_SIZE,
+    Parts,
     Program,
     Trained,
-    batches,
     build,
     integers,
     numbers,
     optimized_by,
-    seed_loss,
+    seeded_parts,
+    train,
 )
 
 
@@ -40,19 +39,13 @@ def mixed(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model = build(Model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step, microbatches in batches(len(dataset)):
-        optimizer.zero_grad()
-        terms = []
-        for index, ids in enumerate(microbatches):
-            seed_loss(step, index)
-            terms.append(mixed(model, *dataset[ids]))
-        loss = torch.stack(terms).sum() / GLOBAL_SIZE
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+
+    def loss(parts: Parts) -> Tensor:
+        return torch.stack([mixed(model, *batch) for batch in parts]).sum() / GLOBAL_SIZE
+
+    return train(model, seeded_parts(data()), loss, optimizer)
 
 
 class Task:

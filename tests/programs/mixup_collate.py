@@ -1,7 +1,5 @@
 """Mixup in the collate function."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -13,7 +11,7 @@ from torch.utils.data import default_collate
 from steadfast import Sums
 from steadfast.data.order import sample_keys
 from tests.programs.mixup import Model, data
-from tests.programs.program import GLOBAL_SIZE, SEED, Program, Trained, batches, build
+from tests.programs.program import GLOBAL_SIZE, SEED, Program, Trained, batches, build, train
 
 __all__ = ["Model", "data"]
 
@@ -43,19 +41,17 @@ def seed_collate(step: int, index: int, first: int) -> None:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step, microbatches in batches(len(dataset)):
-        optimizer.zero_grad()
+    model, dataset = build(Model), data()
+
+    def loss(batch: tuple[int, list[list[int]]]) -> Tensor:
+        step, parts = batch
         terms = []
-        for index, ids in enumerate(microbatches):
+        for index, ids in enumerate(parts):
             seed_collate(step, index, ids[0])
             terms.append(mixed(model, *collate([dataset[sample] for sample in ids])))
-        loss = torch.stack(terms).sum() / GLOBAL_SIZE
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+        return torch.stack(terms).sum() / GLOBAL_SIZE
+
+    return train(model, batches(len(dataset)), loss)
 
 
 class Task:

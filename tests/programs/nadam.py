@@ -1,14 +1,12 @@
 """An optimizer whose state does not begin as zeros."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, numbers, optimized_by, whole_batches
+from tests.programs.program import Program, Trained, build, numbers, optimized_by, train, whole_batches
 
 
 def Model() -> nn.Module:  # noqa: N802
@@ -21,16 +19,9 @@ def data() -> TensorDataset:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model = build(Model)
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        inputs, wanted = dataset[ids]
-        optimizer.zero_grad()
-        loss = mse_loss(model(inputs), wanted)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    return train(model, whole_batches(data()), lambda batch: mse_loss(model(batch[0]), batch[1]), optimizer)
 
 
 class Task:

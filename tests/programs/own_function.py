@@ -1,7 +1,5 @@
 """A quantizer with a custom autograd function: a straight-through estimator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, numbers, whole_batches
+from tests.programs.program import Program, Trained, build, numbers, train, whole_batches
 
 
 class Rounded(torch.autograd.Function):
@@ -38,16 +36,8 @@ def data() -> TensorDataset:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        (inputs,) = dataset[ids]
-        optimizer.zero_grad()
-        loss = (model(inputs) - inputs).square().sum(1).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+    return train(model, whole_batches(data()), lambda batch: (model(batch[0]) - batch[0]).square().sum(1).mean())
 
 
 class Task:

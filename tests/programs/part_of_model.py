@@ -1,14 +1,12 @@
 """A loss that calls a part of the model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from steadfast import Sums
 from tests.programs.nadam import data
-from tests.programs.program import Program, Trained, build, whole_batches
+from tests.programs.program import Program, Trained, build, train, whole_batches
 
 __all__ = ["data"]
 
@@ -28,15 +26,8 @@ def squared(model: nn.Module, inputs: Tensor, wanted: Tensor) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = squared(model, *dataset[ids]) / len(ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+    return train(model, whole_batches(data()), lambda batch: squared(model, *batch) / len(batch[0]))
 
 
 class Task:

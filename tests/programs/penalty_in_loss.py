@@ -1,13 +1,11 @@
 """A gradient penalty that the loss takes of the model from outside."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from steadfast import Sums
 from tests.programs.gradient_penalty import data
-from tests.programs.program import Program, Trained, build, whole_batches
+from tests.programs.program import Program, Trained, build, train, whole_batches
 
 __all__ = ["data"]
 
@@ -25,15 +23,8 @@ def critic_loss(model: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        optimizer.zero_grad()
-        loss = critic_loss(model, *dataset[ids]) / len(ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    model = build(Model)
+    return train(model, whole_batches(data()), lambda batch: critic_loss(model, *batch) / len(batch[0]))
 
 
 class Task:

@@ -1,7 +1,5 @@
 """PPO: every three steps the policy of that moment acts, and what it has done is the data of the next three."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -10,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from steadfast import Sums
 from steadfast.hooks.hook import HookContext
-from tests.programs.program import Program, Trained, batches, build, numbers
+from tests.programs.program import Program, Trained, build, numbers, whole_batches
 
 STATES, ACTIONS, EVERY = 33, 4, 3
 
@@ -49,16 +47,14 @@ def objective(policy: nn.Module, states: Tensor, rollout: Mapping[str, Tensor], 
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model, losses = build(Model), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     rollout: dict[str, Tensor] = {}
-    for step, microbatches in batches(len(dataset)):
+    for step, (states, chosen) in enumerate(whole_batches(data()), 1):
         if step % EVERY == 1:
             rollout = act(model, step)
-        ids = [index for microbatch in microbatches for index in microbatch]
-        states, chosen = dataset[ids]
         optimizer.zero_grad()
-        loss = objective(model, states, rollout, chosen) / len(ids)
+        loss = objective(model, states, rollout, chosen) / len(states)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

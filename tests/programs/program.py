@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from steadfast.config import Config, parse_config
 from steadfast.data import SampleOrder
@@ -20,6 +22,10 @@ SEED, STEPS = 1, 9
 # Microbatches of 3, 3, 3 and 1 samples: neither two nor three workers share them evenly.
 GLOBAL_SIZE, MICROBATCH_SIZE = 10, 3
 BOTH = ("ddp", "fsdp")
+
+Step = TypeVar("Step")  # samples of a step, in the form in which a loss takes them
+Batch = tuple[Tensor, ...]
+Parts = Iterator[Batch]  # microbatches of a step
 
 
 class Trained(NamedTuple):
@@ -89,15 +95,46 @@ def batches(
         yield step, [ids[start : start + microbatch_size] for start in range(0, global_size, microbatch_size)]
 
 
-def whole_batches(num_samples: int) -> Iterator[list[int]]:
-    """Yield the samples of each step."""
-    for _, microbatches in batches(num_samples):
-        yield [index for microbatch in microbatches for index in microbatch]
+def whole_batches(dataset: TensorDataset) -> Iterator[Batch]:
+    """Yield the global batch of each step."""
+    for _, microbatches in batches(len(dataset)):
+        yield dataset[[index for microbatch in microbatches for index in microbatch]]
 
 
-def seed_loss(step: int, index: int) -> None:
-    """Seed what the loss of a step's microbatch draws from."""
-    seed_generators(SEED, Microbatch(step, index, 0, 0), torch.device("cpu"))
+def seeded_parts(
+    dataset: TensorDataset, global_size: int = GLOBAL_SIZE, microbatch_size: int = MICROBATCH_SIZE
+) -> Iterator[Parts]:
+    """Yield the microbatches of each step; what the loss of each draws from is seeded before it."""
+    for step, microbatches in batches(len(dataset), global_size, microbatch_size):
+        yield _seeded(dataset, step, microbatches)
+
+
+def _seeded(dataset: TensorDataset, step: int, microbatches: list[list[int]]) -> Parts:
+    for index, ids in enumerate(microbatches):
+        seed_generators(SEED, Microbatch(step, index, 0, 0), torch.device("cpu"))
+        yield dataset[ids]
+
+
+def train(
+    model: nn.Module,
+    steps: Iterable[Step],
+    loss_of: Callable[[Step], Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    max_norm: float = math.inf,
+    after_step: Callable[[], object] = lambda: None,
+) -> Trained:
+    """Train by a plain loop: the loss of each step, its gradients, an update by Adam or another optimizer."""
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        after_step()
+        losses.append(loss.item())
+    return Trained.of(losses, model)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -1,7 +1,5 @@
 """A task that returns its mean loss, as a plain loop would."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 

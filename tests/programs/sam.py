@@ -1,7 +1,5 @@
 """Sharpness-aware minimization, which takes a second gradient in each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,14 +1,12 @@
 """Translation with padding: the loss is a mean over the words of the global batch, and gradients are clipped."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, integers, whole_batches
+from tests.programs.program import Batch, Program, Trained, build, integers, train, whole_batches
 
 PAD, WORDS, LENGTH = 0, 13, 7
 
@@ -38,18 +36,14 @@ def data() -> TensorDataset:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for ids in whole_batches(len(dataset)):
-        source, target = dataset[ids]
-        optimizer.zero_grad()
+    model = build(Model)
+
+    def loss(batch: Batch) -> Tensor:
+        source, target = batch
         logits = model(source, target[:, :-1])
-        loss = cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+        return cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
+
+    return train(model, whole_batches(data()), loss, max_norm=0.1)
 
 
 class Task:

@@ -1,7 +1,5 @@
 """A recommender whose embedding has sparse gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits

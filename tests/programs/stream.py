@@ -1,7 +1,5 @@
 """Data that come as a stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """BatchNorm whose statistics are those of one microbatch of every worker."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from tests.programs.nadam import Task, data

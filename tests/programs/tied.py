@@ -1,14 +1,12 @@
 """A language model whose head is its embedding, with a schedule of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, build, integers, whole_batches
+from tests.programs.program import Batch, Program, Trained, build, integers, train, whole_batches
 
 WORDS = 13
 
@@ -33,18 +31,15 @@ def falling(step: int, num_steps: int) -> float:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
+    model = build(Model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-    for ids in whole_batches(len(dataset)):
-        (words,) = dataset[ids]
-        optimizer.zero_grad()
-        loss = cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+
+    def loss(batch: Batch) -> Tensor:
+        (words,) = batch
+        return cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+    return train(model, whole_batches(data()), loss, optimizer, after_step=schedule.step)
 
 
 class Task:

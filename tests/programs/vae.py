@@ -1,14 +1,12 @@
 """A variational autoencoder, whose forward draws a latent for each sample."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 
 from steadfast import Sums
-from tests.programs.program import Program, Trained, batches, build, numbers, seed_loss
+from tests.programs.program import GLOBAL_SIZE, Parts, Program, Trained, build, numbers, seeded_parts, train
 
 
 class Model(nn.Module):
@@ -34,19 +32,12 @@ def bound(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step, microbatches in batches(len(dataset)):
-        optimizer.zero_grad()
-        total = 0.0
-        for index, ids in enumerate(microbatches):
-            seed_loss(step, index)
-            loss = bound(model, *dataset[ids]) / 10
-            loss.backward()
-            total += loss.item()
-        optimizer.step()
-        losses.append(total)
-    return Trained.of(losses, model)
+    model = build(Model)
+
+    def loss(parts: Parts) -> Tensor:
+        return torch.stack([bound(model, *batch) for batch in parts]).sum() / GLOBAL_SIZE
+
+    return train(model, seeded_parts(data()), loss)
 
 
 class Task:

@@ -1,21 +1,18 @@
 """Weighted sampling: rare classes are drawn as often as others."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from steadfast import Sums
 from steadfast.data.order import Int64s
+from tests.programs.batchnorm import Task
 from tests.programs.mixup import Model
-from tests.programs.program import GLOBAL_SIZE, SEED, STEPS, Program, Trained, build, numbers
+from tests.programs.program import GLOBAL_SIZE, SEED, STEPS, Program, Trained, build, numbers, train
 
-__all__ = ["Model"]
+__all__ = ["Model", "Task"]
 SIZE = 33
 
 
@@ -34,28 +31,15 @@ def drawn(seed: int, epoch: int) -> list[int]:
 
 
 def plain() -> Trained:
-    model, dataset, losses = build(Model), data(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, dataset = build(Model), data()
     ids = [index for epoch in range(9) for index in drawn(SEED, epoch)]
-    for step in range(STEPS):
-        inputs, labels = dataset[ids[step * GLOBAL_SIZE : (step + 1) * GLOBAL_SIZE]]
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained.of(losses, model)
+    steps = (dataset[ids[step * GLOBAL_SIZE : (step + 1) * GLOBAL_SIZE]] for step in range(STEPS))
+    return train(model, steps, lambda batch: cross_entropy(model(batch[0]), batch[1]))
 
 
 def order(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
     each = zip(epoch.tolist(), place.tolist(), strict=True)
     return np.array([drawn(seed, number)[position] for number, position in each], np.int64)
-
-
-class Task:
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
-        inputs, labels = batch
-        return Sums(cross_entropy(model(inputs), labels, reduction="sum"), len(labels))
 
 
 PROGRAM = Program(

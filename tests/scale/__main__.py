@@ -1,7 +1,5 @@
 """Print what events cost a coordinator of `n` workers, one JSON object a line."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

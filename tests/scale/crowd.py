@@ -191,14 +191,11 @@ class Crowd:
             return
         before, worker.commands = worker.commands, Commands(**message)
         if worker.commands.aborted == worker.attempt != before.aborted:
-            self._told(worker)
+            worker.told_s = time.monotonic()
             self._do(self._fail(worker))
         elif worker.commands.leave == worker.attempt != before.leave:
-            self._told(worker)
+            worker.told_s = time.monotonic()
             self._join(worker)
-
-    def _told(self, worker: Worker) -> None:
-        worker.told_s = time.monotonic()
 
     async def _fail(self, worker: Worker) -> None:
         report = FailureReport(FailureKind.PEER, worker.attempt, self._step, "PeerLost: ...", "Traceback: ...\n" * 20)

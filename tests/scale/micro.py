@@ -1,7 +1,5 @@
 """CPU seconds of the coordinator's pure functions, by the number of workers."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

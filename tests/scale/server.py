@@ -5,8 +5,6 @@ python -m tests.scale.server FOLDER NUM_WORKERS
 A second process for the same folder takes over from the first, as an actor that Ray restarts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import struct

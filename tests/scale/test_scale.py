@@ -3,8 +3,6 @@
 The bounds are several times what an idle core needs, and a fraction of what quadratic code needs here.
 """
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

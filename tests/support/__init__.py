@@ -15,16 +15,19 @@ Runs in real processes, without Ray:
 
 Commands and clusters:
     command          the literal command of a user, and what it leaves
+    verbs            a verb of the command line in this process
     checks           assertions on a run directory
+    programs         programs of a user's own
     curves           the figures of trackers after a kill
     leftovers        processes and shared memory that a command must not leave behind
     bed              a Ray cluster of several nodes on this machine
     processes, pace  descendants of a process; forwards that last as long as on an accelerator
+    clock            a clock that a test sets
     metadata         a cloud's metadata service
 
 Files and storage:
     stores, s3       the contract of every store; a real S3 server, and a proxy that fails as told
-    events           lines of `events.jsonl`
+    events, history  lines of `events.jsonl`; lines of a ledger
     run_directories  run directories as a run leaves them
     json_tables      the tables of docs/json.md
     wheels           wheels that need no download

@@ -1,7 +1,5 @@
 """Measure what tensors take on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from types import TracebackType
 from typing import Any
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
@@ -83,7 +82,5 @@ class Bed:
     def __enter__(self) -> Bed:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._cluster.shutdown()

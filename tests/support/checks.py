@@ -16,7 +16,7 @@ from steadfast.config import Config, parse_config
 from steadfast.data import Extent, SampleOrder, build_dataset, build_order
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
-from tests.support.command import Running
+from tests.support.command import Finished, Running
 from tests.support.history import History, read_ledger
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ def check_stopped(running: Running, lost_steps: int = 0) -> None:
     assert stopped.code == 3, stopped.output
     summary = summary_of(running.directory)
     assert check_ledger(running.directory, summary["step"]).num_lost == summary["lost_steps"] <= lost_steps
+
+
+def check_finished(running: Running, timeout_s: float = 120) -> Finished:
+    """Wait until a command ends, as it must, with a finished run. Return what it said."""
+    finished = running.wait(timeout_s)
+    assert finished.code == 0, finished.output
+    return finished
 
 
 def order_of(config: Config) -> SampleOrder:

@@ -1,7 +1,5 @@
 """What every run must satisfy. The honest tests call these; the mutations show that each of them can fail."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor
 

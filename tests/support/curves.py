@@ -1,7 +1,5 @@
 """What trackers may have lost of a run whose leader was killed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,15 +4,12 @@ Three processes train; one is killed, a newcomer takes its place, twice; the thi
 Survivors learn of a death as on a cluster: somebody else sees it, and tells them to abort.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,6 +25,7 @@ from steadfast.worker import work
 from steadfast.world.groups import PeerLost, is_peer_loss
 from steadfast.world.runtime import World
 from tests.support.checks import check_audit
+from tests.support.command import is_alive
 from tests.support.drill import Attempt, Drilled, DrillRuntime, begin_run, what_is_left
 from tests.support.events import event_lines
 from tests.support.gang import Gang, Member
@@ -255,7 +253,7 @@ class MortalRuntime(DrillRuntime):
         while not self._member.store.check([key]):  # to wait for it would keep other threads from the store
             time.sleep(_LOOK_S)
         pid = int(self._member.store.get(key))
-        while _lives(pid):
+        while is_alive(pid):
             time.sleep(_LOOK_S)
         time.sleep(_TOLD_AFTER_S)
         self._broken = attempt
@@ -265,10 +263,3 @@ class MortalRuntime(DrillRuntime):
             aborted.set()
         elif world.attempt == attempt:
             world.groups.abort()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

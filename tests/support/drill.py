@@ -1,7 +1,5 @@
 """`drill(config, worlds=[3, 2, 3], leave_after=[4, 4])`: the whole loop in real processes, world after world."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,11 +1,14 @@
 """All lines of a run's ledger, for tests."""
 
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from steadfast.run.directory import STEPS
+from steadfast.run.ledger import read_shares
 from steadfast.storage import Store
-from steadfast.storage.jsonl import read_lines
+from steadfast.storage.jsonl import open_stream, read_lines
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class History:
         return len(self.lines) - len(self.committed)
 
     @property
+    def shares(self) -> list[tuple[int, ...]]:
+        """Return the microbatches of each rank, line by line."""
+        return [tuple(read_shares(line) or ()) for line in self.lines]
+
+    @property
     def last_step(self) -> int:
         return max((line["step"] for line in self.lines), default=0)
 
@@ -34,3 +42,9 @@ class History:
 def read_ledger(store: Store) -> History:
     """Return all lines of the ledger."""
     return History(list(read_lines(store, STEPS)))
+
+
+def write_ledger(store: Store, lines: Iterable[dict[str, Any]]) -> None:
+    """Add lines to the ledger."""
+    with closing(open_stream(store, STEPS)) as stream:
+        stream.write(lines)

@@ -1,7 +1,5 @@
 """Tables of docs/json.md, compared with documents that verbs print."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Where a checkpoint can be interrupted: its operations on storage, as an honest run does them, and a process that is
 killed at one of them. And what lies on storage then, read without the app."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

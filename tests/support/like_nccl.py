@@ -9,8 +9,6 @@ device's order: here, `wait` blocks for that. Where a peer is dead, kernels spin
 complete with partial sums, and nobody is told.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """Loaders over small datasets, and the microbatches that such a loader reads."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import pairwise

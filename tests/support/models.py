@@ -1,79 +1,80 @@
 """Models for the small run that are more than a chain of layers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
 from tests.support.small import VOCABULARY
 
+WIDTH = 12
 
-class Normalised(nn.Module):
+
+class Embedded(nn.Module):
+    """Embeds tokens and predicts from their embeddings. Models derived from it compute something in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.between(self.embedding(tokens), tokens))
+        return logits
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return hidden
+
+
+class Normalised(Embedded):
     """Statistics of its inputs are buffers, which every forward in training changes."""
 
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.norm = nn.BatchNorm1d(12, momentum=momentum)
-        self.head = nn.Linear(12, VOCABULARY)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=momentum)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
-        logits: Tensor = self.head(hidden)
-        return logits
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        normal: Tensor = self.norm(hidden.transpose(1, 2))
+        return normal.transpose(1, 2)
 
 
-class Branched(nn.Module):
+class Branched(Embedded):
     """Half of its microbatches, by what is in them, do not use one of its layers; another is never used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.sometimes = nn.Linear(12, 12)
-        self.never = nn.Linear(12, 12)
-        self.head = nn.Linear(12, VOCABULARY)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        if int(tokens.sum()) % 2:
-            hidden = hidden + torch.tanh(self.sometimes(hidden))
-        logits: Tensor = self.head(hidden)
-        return logits
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.sometimes(hidden)) if int(tokens.sum()) % 2 else hidden
 
 
-class Codebook(nn.Module):
+class Codebook(Embedded):
     """Keeps a table that every forward in training moves, in place, and one that it replaces."""
+
+    codes: Tensor
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
-        self.head = nn.Linear(12, VOCABULARY)
-        self.codes: Tensor
-        self.seen: Tensor
-        self.register_buffer("codes", torch.zeros(12))
+        self.register_buffer("codes", torch.zeros(WIDTH))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         if self.training:
             self.codes.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
             self.seen = self.seen + 1
-        logits: Tensor = self.head(hidden + self.codes)
-        return logits
+        return hidden + self.codes
 
 
-class Layers(nn.Module):
+class Layers(Embedded):
     """Two like layers, whose statistics of their inputs every forward in training changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 12)
         self.layers = nn.ModuleList([nn.Sequential(nn.BatchNorm1d(12), nn.Conv1d(12, 12, 1)) for _ in range(2)])
-        self.head = nn.Linear(12, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens).transpose(1, 2)
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        hidden = hidden.transpose(1, 2)
         for layer in self.layers:
             hidden = layer(hidden)
-        logits: Tensor = self.head(hidden.transpose(1, 2))
-        return logits
+        return hidden.transpose(1, 2)

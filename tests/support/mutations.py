@@ -1,7 +1,5 @@
 """The code, broken on purpose: each function breaks one thing in the process that calls it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers of the user's own, for `optimizer.target`: some resume exactly, the others must be refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any

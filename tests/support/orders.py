@@ -1,7 +1,5 @@
 """An order of the user's own, for `data.order.target`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from steadfast.data.order import Int64s, uniform

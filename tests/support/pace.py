@@ -5,8 +5,6 @@ to start. A file says how much longer each training forward of a contender lasts
 A file beside it with another suffix is a fault for one process: `.raise` an exception, `.flip` a wrong bit in a weight.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Patches for the processes of a drill, as `drill(..., patch=write_no_code)` applies them. None breaks a claim."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

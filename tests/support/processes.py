@@ -1,7 +1,5 @@
 """The processes that one has started, directly or not, from /proc."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -29,12 +27,12 @@ def descendants(root: int | None = None) -> dict[int, str]:
     found = [root or os.getpid()]
     for pid in found:  # grows while it is walked
         found += [child for child, parent in parents.items() if parent == pid]
-    return {pid: _title(pid) for pid in sorted(found[1:])}
+    return {pid: title_of(pid) for pid in sorted(found[1:])}
 
 
 def _raylet_of(pid: int) -> int | None:
     """Return the raylet of a fork server, whose parent has ended with the first worker of the node."""
-    if "orchestration.fork_server" not in _title(pid):
+    if "orchestration.fork_server" not in title_of(pid):
         return None
     variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     return next((int(each.partition("=")[2]) for each in variables if each.startswith("RAY_RAYLET_PID=")), None)
@@ -56,7 +54,8 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _title(pid: int) -> str:
+def title_of(pid: int) -> str:
+    """Return the command line of a process, "" if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""

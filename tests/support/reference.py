@@ -1,7 +1,5 @@
 """What a run computes, said as plainly as possible: one process, the whole global batch, float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Shards with known samples."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

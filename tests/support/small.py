@@ -1,7 +1,5 @@
 """A run that is small enough to do many times, and has everything that could depend on who computes what."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -32,6 +30,21 @@ def small(storage: Path | str, *overrides: str) -> Config:
     """The small run, kept under `storage`; 14 steps unless the overrides say otherwise."""
     length = () if any(override.startswith("run.epochs") for override in overrides) else ("run.steps=14",)
     return parse_config(RUN, "small.yaml", [f"run.storage={storage}", *length, *overrides])
+
+
+# A run of which `plan` says all in a moment.
+PLANNED = """
+run: {steps: 100}
+scaling: {num_workers: [2, 8]}
+batch: {global_size: 12, microbatch_size: 2}
+model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
+data: {context_length: 64}
+schedule: {kind: cosine, warmup_steps: 20}
+"""
+
+
+def planned(*overrides: str) -> Config:
+    return parse_config(PLANNED, "run.yaml", overrides)
 
 
 class Tokens:

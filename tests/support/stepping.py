@@ -1,7 +1,5 @@
 """Some optimizer steps by hand, without the loop around them: any shares that a plan allows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

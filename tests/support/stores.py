@@ -1,7 +1,5 @@
 """Check what every store keeps to, wherever its files lie."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Wheels that nothing has to be downloaded for."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

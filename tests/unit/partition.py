@@ -3,8 +3,6 @@
 Prints what the server of heartbeats knows of a stopped worker, and then of one that no packet reaches any more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """What activation checkpointing keeps, and the models that it can be used with."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -85,12 +83,9 @@ def test_a_copy_of_the_model_computes_with_its_own_layers() -> None:
     assert torch.equal(other(tokens), before)
 
 
-def test_a_model_without_repeated_layers_is_refused_by_name() -> None:
+def test_models_whose_layers_cannot_be_checkpointed_are_refused() -> None:
     with pytest.raises(UsageError, match=r"memory\.activation_checkpointing=full: no repeated layers"):
         checkpoint_activations(nn.Linear(2, 2), "full")
-
-
-def test_a_layer_whose_forward_somebody_has_replaced_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].forward = model[0].forward
     with pytest.raises(UsageError, match="the forward of a Linear has been replaced"):

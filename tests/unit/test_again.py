@@ -1,7 +1,5 @@
 """A command that comes back: what its next process is told, and when there is no use in it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A third of an hour full of what looks like a hang and is none, over a clock that is turned: nothing ends."""
 
-from __future__ import annotations
-
 from tests.benchmarks.alarms import simulate
 
 

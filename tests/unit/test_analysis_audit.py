@@ -1,7 +1,5 @@
 """`audit`: what it proves of a ledger, and each way in which one can be wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import closing
@@ -19,12 +17,15 @@ from steadfast.errors import ConfigError
 from steadfast.launch.resume import start_or_resume
 from steadfast.plan import Amendments, End, Plan
 from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import AttemptStarted, Rollback, RunStarted, ShortStep
+from steadfast.run.events import Rollback, RunStarted, ShortStep
 from steadfast.run.ledger import Ledger, StepStats, StepTimes
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import Line, open_stream, read_lines
+from steadfast.storage.jsonl import Line, read_lines
+from tests.support.events import attempt_started
 from tests.support.json_tables import check_document
+from tests.support.run_directories import write_lines
+from tests.support.verbs import printed
 
 NUM_SAMPLES = 61  # of tests.support.small.Tokens; 55 of them are trained on
 RUN = """
@@ -43,17 +44,20 @@ class Written:
         self,
         folder: Path,
         text: str = RUN,
-        num_samples: int = NUM_SAMPLES,
         sizes: tuple[int, ...] = (),
         extent: Extent | None = None,
     ) -> None:
         self.config: Config = parse_config(text)
         self.directory = RunDirectory(LocalStore(folder))
+        Ownership.claim(self.directory.store).release()
         self.directory.write_config(self.config)
-        self.num_samples = num_samples
         self._sizes = sizes
-        self._extent = extent or Extent(num_samples, None, tuple(map(Extent, sizes)))
-        self._order = build_order(self.config.data, self._extent, self.config.run.seed)
+        self._extent = extent or Extent(NUM_SAMPLES, None, tuple(map(Extent, sizes)))
+        self.order = build_order(self.config.data, self._extent, self.config.run.seed)
+
+    @property
+    def uri(self) -> str:
+        return self.directory.uri
 
     def extend(self, epochs: int) -> None:
         """Take the run up again with another length, as the command does."""
@@ -70,7 +74,7 @@ class Written:
         """
         batch = self.config.batch
         skip = self.directory.amendments().skip
-        end = self.config.run.num_samples(self._order.num_train)
+        end = self.config.run.num_samples(self.order.num_train)
         ends = self.directory.amendments().ends if ends is None else ends
         plan = Plan.even(batch.global_size, batch.samples_per_microbatch, 2, num_samples=end)
         plan = plan.amended(Amendments(skip, ends))
@@ -85,28 +89,21 @@ class Written:
 
     def _digest(self, start: int, stop: int) -> int:
         positions = np.arange(start, stop)
-        return samples_digest(self._order.train(positions), positions, self.config.run.seed)
+        return samples_digest(self.order.train(positions), positions, self.config.run.seed)
 
     def rewrite(self, breaks: Break) -> None:
         lines = list(read_lines(self.directory.store, STEPS))
         breaks(lines)
         self.directory.store.delete(STEPS)
-        with closing(open_stream(self.directory.store, STEPS)) as stream:
-            stream.write(lines)
+        write_lines(self.directory, lines)
 
     def audit(self) -> dict[str, int]:
         found: dict[str, int] = audit(self.directory, self.config, self._extent).to_line()
         return found
 
     def started(self, attempt: int, step: int) -> None:
-        times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
-        started = AttemptStarted(attempt=attempt, step=step, source="rank 0", world_size=2, **times)
-        self.directory.record(started.model_copy(update={"num_samples": self.num_samples}))
-
-    def started_with_sources(self) -> None:
-        self.started(1, 0)
-        event = next(iter(self.directory.events(AttemptStarted)))
-        self.directory.record(event.model_copy(update={"source_sizes": self._sizes}))
+        sizes = self._sizes or None
+        self.directory.record(attempt_started(attempt, step=step, num_samples=NUM_SAMPLES, source_sizes=sizes))
 
 
 @pytest.fixture
@@ -123,25 +120,24 @@ def run(tmp_path: Path) -> Written:
     return written
 
 
-def test_the_numbers_of_a_proof(run: Written) -> None:
-    assert run.audit() == {
-        "steps": 13,
-        "samples": 3 * 55 - 13,
-        "epochs": 3,
-        "epoch_samples": 55,
-        "digests": 14,
-        "redone": 3,
-        "unconfirmed": 1,
-        "left_out": 1,
-        "left_out_samples": 13,
-        "source_samples": (),
-    }
+PROOF = {
+    "steps": 13,
+    "samples": 3 * 55 - 13,
+    "epochs": 3,
+    "epoch_samples": 55,
+    "digests": 14,
+    "redone": 3,
+    "unconfirmed": 1,
+    "left_out": 1,
+    "left_out_samples": 13,
+    "source_samples": (),
+}
 
 
 def test_lines_of_a_leader_that_was_cut_off_may_come_late(run: Written) -> None:
-    before = run.audit()
+    assert run.audit() == PROOF
     run.rewrite(lambda lines: lines.append(lines.pop(5)))
-    assert run.audit() == before
+    assert run.audit() == PROOF
 
 
 def with_order(order: str) -> str:
@@ -231,27 +227,8 @@ def test_an_extended_run_uses_each_sample_once_too(run: Written) -> None:
     run.extend(6)
     run.attempt(5, 19, 27, as_planned=(20,))
     assert run.directory.amendments().ends == ((13, 165), (18, 220))
-    assert run.audit() == {
-        "steps": 27,
-        "samples": 6 * 55 - 13,
-        "epochs": 6,
-        "epoch_samples": 55,
-        "digests": 14 + 7 + 8,
-        "redone": 3 + 2,
-        "unconfirmed": 2,
-        "left_out": 1,
-        "left_out_samples": 13,
-        "source_samples": (),
-    }
-
-
-def test_an_extended_run_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.extend(4)
-    run.attempt(4, 14, 18)
-    before = run.audit()
-    monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
-    monkeypatch.setattr("steadfast.run.ledger._CHUNK", 4)
-    assert run.audit() == before
+    longer = {"steps": 27, "samples": 6 * 55 - 13, "epochs": 6, "digests": 14 + 7 + 8, "redone": 3 + 2}
+    assert run.audit() == PROOF | longer | {"unconfirmed": 2}
 
 
 def test_samples_left_out_behind_a_short_step_are_noticed(run: Written) -> None:
@@ -276,13 +253,6 @@ def test_a_step_is_cut_short_by_the_end_of_an_epoch_alone(run: Written, step: in
         run.audit()
 
 
-def test_a_line_that_was_cut_short_is_a_missing_step(run: Written) -> None:
-    steps = Path(run.directory / STEPS)
-    steps.write_bytes(steps.read_bytes().replace(b'{"step":3,', b'{"step":3,,'))
-    with pytest.raises(CounterExample, match="step 3: expected a line, found step 4"):
-        run.audit()
-
-
 def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though all digests are as planned: workers and audit have the same order."""
     honest = SampleOrder.train
@@ -293,7 +263,11 @@ def test_an_order_that_is_no_permutation_is_noticed(tmp_path: Path, monkeypatch:
         run.audit()
 
 
-def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_extended", [False, True])
+def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.MonkeyPatch, is_extended: bool) -> None:
+    if is_extended:
+        run.extend(4)
+        run.attempt(4, 14, 18)
     before = run.audit()
     monkeypatch.setattr("steadfast.analysis.audit._PIECE", 26)
     monkeypatch.setattr("steadfast.run.ledger._CHUNK", 4)
@@ -304,36 +278,23 @@ def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.Monkey
         run.audit()
 
 
-@pytest.fixture
-def claimed(run: Written) -> str:
-    return claimed_of(run)
-
-
-def claimed_of(run: Written) -> str:
-    Ownership.claim(run.directory.store).release()
-    return run.directory.uri
-
-
-def test_the_command_prints_the_numbers(claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["audit", claimed]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"proved: {claimed}",
+def test_the_command_prints_the_numbers(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "audit", run.uri).out.splitlines() == [
+        f"proved: {run.uri}",
         "steps     1 to 13, each once; 3 lines redone by a later attempt",
         "samples   152 used, 55 in an epoch",
         "epochs    3 finished, each with every training sample once",
         "digests   14 compared, all as planned; 1 step whose record was lost with a worker",
         "left out  1 step of 13 samples, by rollbacks",
     ]
-    assert main(0.0, ["audit", claimed, "--json"]) == 0
+    assert main(0.0, ["audit", run.uri, "--json"]) == 0
     check_document("`audit`", json.loads(capsys.readouterr().out))
 
 
-def test_the_command_tells_the_counter_example(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_the_counter_example(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
     run.rewrite(remove(2))
-    assert main(0.0, ["audit", claimed]) == 1
-    assert "error: step 3: expected a line, found step 4" in capsys.readouterr().err
-    assert main(0.0, ["audit", claimed, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    assert "error: step 3: expected a line, found step 4" in printed(capsys, "audit", run.uri, code=1).err
+    found = json.loads(printed(capsys, "audit", run.uri, "--json", code=1).out)
     assert (found["proved"], found["counter_example"]["step"]) == (False, 3)
     check_document("`audit`", found, table=1)
 
@@ -344,17 +305,14 @@ def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     text = with_order("{target: 'tests.support.orders:Weighted'}")
     written = Written(tmp_path, text)
     written.attempt(1, 1, LAST)
-    Ownership.claim(written.directory.store).release()
-    uri = written.directory.uri
+    uri = written.uri
     touch = "data: {order: {target: 'os:system', args: {command: 'touch PLACE/touched'}},"
     planted = text.replace("data: {order: {target: 'tests.support.orders:Weighted'},", touch.replace("PLACE", uri))
     written.directory.write_config(parse_config(planted))
-    assert main(0.0, ["audit", uri]) == 2
-    said = capsys.readouterr().err
+    said = printed(capsys, "audit", uri, code=2).err
     assert "error: data.target tests.support.small:Tokens: the run's config.yaml names this code" in said
     assert f"steadfast audit {uri} --trust-code. Or give the length of the dataset: --samples N" in said
-    assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
-    said = capsys.readouterr().err
+    said = printed(capsys, "audit", uri, "--samples", "61", code=2).err
     assert "error: data.order.target os:system: the run's config.yaml names this code" in said
     assert f"steadfast audit {uri} --samples 61 --trust-code" in said
     assert not (tmp_path / "touched").exists()
@@ -362,21 +320,15 @@ def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     assert main(0.0, ["audit", uri, "--trust-code"]) == 0
 
 
-def test_a_length_that_no_dataset_has_is_refused(claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["audit", claimed, "--samples", "99999999999999999999"]) == 2
-    assert "--samples 99999999999999999999: must be from 1 to" in capsys.readouterr().err
-
-
-def test_without_the_dataset_its_length_will_do(run: Written, claimed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_dataset_its_length_will_do(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
     run.directory.store.delete("events.jsonl")
     run.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
     run.directory.write_config(
         parse_config(RUN.replace("target: 'tests.support.small:Tokens'", "path: gone, kind: tokens"))
     )
-    assert main(0.0, ["audit", claimed]) == 2
+    assert main(0.0, ["audit", run.uri]) == 2
     assert "If the data are not available here, give the length of the dataset: --samples N" in capsys.readouterr().err
-    assert main(0.0, ["audit", claimed, "--samples", "61", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"] == 13
+    assert json.loads(printed(capsys, "audit", run.uri, "--samples", "61", "--json").out)["steps"] == 13
 
 
 def test_a_run_without_steps_is_told(tmp_path: Path) -> None:
@@ -389,62 +341,45 @@ run: {epochs: 3}
 batch: {global_size: 13, microbatch_size: 2}
 data: {kind: mixture, sources: [{kind: text, weight: 2}, {kind: text, source: other.txt}]}
 """
-SIZES = (40, 21)
 
 
-@pytest.fixture
-def mixed(tmp_path: Path) -> Written:
-    written = Written(tmp_path, MIXTURE, sum(SIZES), SIZES)
+def mixed(folder: Path, text: str = MIXTURE) -> Written:
+    """Write a run over two sources, of 40 and 21 samples."""
+    written = Written(folder, text, sizes=(40, 21))
     written.attempt(1, 1, LAST)
-    written.started_with_sources()
+    written.started(1, 0)
     return written
 
 
-def test_a_mixture_is_proved_with_the_share_of_each_source(mixed: Written, capsys: pytest.CaptureFixture[str]) -> None:
-    found = mixed.audit()
-    assert found["source_samples"] == (110, 55)
-    uri = claimed_of(mixed)
-    assert main(0.0, ["audit", uri]) == 0
-    printed = capsys.readouterr().out
-    assert (
-        "sources   0 text: 110 samples (66.67%, weight 2 of 3); 1 text: 55 samples (33.33%, weight 1 of 3)" in printed
-    )
-    assert main(0.0, ["audit", uri, "--samples", "61"]) == 2
-
-
-def test_a_source_that_a_function_orders_may_repeat_a_sample(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = MIXTURE.replace("other.txt", "other.txt, order: {target: 'tests.support.orders:Weighted'}")
-    written = Written(tmp_path, text, sum(SIZES), SIZES)
-    written.attempt(1, 1, LAST)
-    written.started_with_sources()
+def test_a_mixture_is_proved_with_the_share_of_each_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = mixed(tmp_path)
     assert written.audit()["source_samples"] == (110, 55)
-    assert main(0.0, ["audit", claimed_of(written), "--trust-code"]) == 0
+    assert main(0.0, ["audit", written.uri]) == 0
+    shares = "0 text: 110 samples (66.67%, weight 2 of 3); 1 text: 55 samples (33.33%, weight 1 of 3)"
+    assert f"sources   {shares}" in capsys.readouterr().out
+    assert main(0.0, ["audit", written.uri, "--samples", "61"]) == 2
+
+
+def test_source_ordered_by_a_function_may_repeat_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = "order: {target: 'tests.support.orders:Weighted'}"
+    written = mixed(tmp_path, MIXTURE.replace("other.txt", f"other.txt, {order}"))
+    assert written.audit()["source_samples"] == (110, 55)
+    assert main(0.0, ["audit", written.uri, "--trust-code"]) == 0
     assert "of its own, except sources that a function orders" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("planted", "key"),
-    [
-        (
-            "{kind: text, source: other.txt, order: {target: 'os:system', args: {command: 'touch PLACE'}}}",
-            "1.order.target",
-        ),
-        ("{target: 'os:system', args: {command: 'touch PLACE'}, order: blocks}", "1.target"),
-    ],
+    [("{kind: text, source: other.txt, order: {CODE}}", "1.order.target"), ("{CODE, order: blocks}", "1.target")],
 )
-def test_code_of_a_source_is_not_run_unless_the_command_is_told_to(
+def test_code_of_a_source_needs_trust(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], planted: str, key: str
 ) -> None:
-    written = Written(tmp_path, MIXTURE, sum(SIZES), SIZES)
-    written.attempt(1, 1, LAST)
-    written.started_with_sources()
-    uri = claimed_of(written)
-    text = MIXTURE.replace("{kind: text, source: other.txt}", planted.replace("PLACE", f"{tmp_path}/touched"))
+    written = mixed(tmp_path)
+    code = f"target: 'os:system', args: {{command: 'touch {tmp_path}/touched'}}"
+    text = MIXTURE.replace("{kind: text, source: other.txt}", planted.replace("CODE", code))
     written.directory.write_config(parse_config(text))
-    assert main(0.0, ["audit", uri]) == 2
-    said = capsys.readouterr().err
+    said = printed(capsys, "audit", written.uri, code=2).err
     assert f"data.sources.{key} os:system: the run's config.yaml names this code" in said
     assert "--samples" not in said
     assert not (tmp_path / "touched").exists()
@@ -463,11 +398,11 @@ def test_a_source_of_blocks_of_the_users_own_is_proved(tmp_path: Path) -> None:
     text = MIXTURE.replace("{kind: text, source: other.txt}", own).replace("{kind: text, weight", f"{own[:-1]}, weight")
     written = Written(tmp_path, text, extent=Extent.of(build_dataset(parse_config(text).data)))
     written.attempt(1, 1, 8)
-    assert main(0.0, ["audit", claimed_of(written), "--trust-code"]) == 0
+    assert main(0.0, ["audit", written.uri, "--trust-code"]) == 0
 
 
-def test_a_source_that_repeats_a_sample_is_found(mixed: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = mixed._order.parts[1]  # type: ignore[attr-defined]
+def test_a_source_that_repeats_a_sample_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = mixed(tmp_path / "honest").order.parts[1]  # type: ignore[attr-defined]
     stock = SampleOrder.train
 
     def train(self: SampleOrder, positions: np.ndarray) -> np.ndarray:
@@ -475,7 +410,5 @@ def test_a_source_that_repeats_a_sample_is_found(mixed: Written, monkeypatch: py
         return stock(self, np.where(positions == 5, 4, positions) if self.num_train == part.num_train else positions)
 
     monkeypatch.setattr(SampleOrder, "train", train)
-    written = Written(Path(str(mixed.directory.store.uri) + "-other"), MIXTURE, sum(SIZES), SIZES)
-    written.attempt(1, 1, LAST)
     with pytest.raises(CounterExample, match="epoch 1 of source 1 does not use each training sample once"):
-        written.audit()
+        mixed(tmp_path / "repeated").audit()

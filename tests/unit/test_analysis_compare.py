@@ -1,36 +1,35 @@
 """`compare`: each way in which two ledgers can part, and what is no difference."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from steadfast.analysis.compare import Comparison, HeldLines, compare, relative_difference
+from steadfast.analysis.compare import Comparison, Difference, HeldLines, Ran, compare, relative_difference
 from steadfast.analysis.report.course import Course
 from steadfast.analysis.report.figures import losses_of
 from steadfast.cli import main
 from steadfast.config import parse_config
-from steadfast.errors import ConfigError, UsageError
+from steadfast.errors import UsageError
 from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import AttemptEnded, AttemptStarted, RunStarted, Validation
+from steadfast.run.events import AttemptEnded, RunStarted, Validation
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import Line, open_stream
+from steadfast.storage.jsonl import Line
+from tests.support.events import attempt_started
 from tests.support.json_tables import check_document
+from tests.support.run_directories import write_lines
+from tests.support.verbs import printed
 
 RUN = """
 batch: {global_size: 12, microbatch_size: 2}
 data: {target: 'tests.support.small:Tokens'}
 """
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 def line(step: int, attempt: int = 1, shares: tuple[int, ...] = (3, 3), **fields: Any) -> Line:
@@ -63,12 +62,20 @@ class Pair:
     def theirs(self) -> list[Line]:
         return self.lines[1]
 
-    def compare(self) -> Comparison:
+    def write(self) -> None:
         for directory, lines in zip(self.directories, self.lines, strict=True):
             directory.store.delete(STEPS)
-            with closing(open_stream(directory.store, STEPS)) as stream:
-                stream.write(lines)
+            write_lines(directory, lines)
+
+    def compare(self) -> Comparison:
+        self.write()
         return compare(*self.directories)
+
+    def first(self) -> Difference:
+        """Return the first difference, where there must be one."""
+        found = self.compare().first
+        assert found is not None
+        return found
 
     def configure(self, *overrides: str) -> None:
         """Give the second run another configuration."""
@@ -88,9 +95,11 @@ def pair(tmp_path: Path) -> Pair:
     return Pair(tmp_path)
 
 
+SAME = Comparison((10, 10), steps=10, losses=10, weights=3, weights_same=9)
+
+
 def test_equal_runs(pair: Pair) -> None:
-    found = pair.compare()
-    assert found == Comparison((10, 10), steps=10, losses=10, weights=3, weights_same=9)
+    assert pair.compare() == SAME
 
 
 def change(step: int, **fields: Any) -> Callable[[list[Line]], None]:
@@ -104,12 +113,7 @@ def remove(step: int) -> Callable[[list[Line]], None]:
 # What is done to the second run, the step that is named, what differs there, and between which digests of the weights.
 PARTED = {
     "a step is gone": (remove(4), 4, {"line": (True, False)}, (9, None)),
-    "other samples": (
-        change(4, samples_digest="0" * 16),
-        4,
-        {"samples_digest": (f"{4:016x}", "0" * 16)},
-        (9, None),
-    ),
+    "other samples": (change(4, samples_digest="00"), 4, {"samples_digest": (f"{4:016x}", "00")}, (9, None)),
     "fewer samples": (change(4, num_samples=11), 4, {"num_samples": (12, 11)}, (9, None)),
     "left out": (change(4, skipped=True, num_samples=0, loss=None), 4, {"skipped": (False, True)}, (9, None)),
     "an overflow": (change(4, overflow=True), 4, {"overflow": (False, True)}, (9, None)),
@@ -126,41 +130,26 @@ def test_the_first_difference_is_named(pair: Pair, name: str) -> None:
     breaks, step, values, weights = PARTED[name]
     breaks(pair.theirs)
     pair.theirs[-1]["loss"] = 99.0  # is not the first
-    found = pair.compare()
-    assert found.first is not None
-    assert (found.first.step, found.first.values) == (step, values)
+    first, found = pair.first(), pair.compare()
+    assert (first.step, first.values) == (step, values)
     assert (found.weights_same, found.weights_differ) == weights
 
 
 def test_all_that_differs_in_the_first_step_is_named(pair: Pair) -> None:
     pair.theirs[5].update(num_samples=11, samples_digest="b", loss=4.0, weights="c", overflow=True)
-    found = pair.compare().first
-    assert found is not None
-    assert list(found.values) == ["num_samples", "samples_digest", "overflow", "loss", "weights"]
+    assert list(pair.first().values) == ["num_samples", "samples_digest", "overflow", "loss", "weights"]
 
 
 def test_who_ran_the_step_is_named_with_its_nodes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.theirs[4:] = [line(step, 3, (2, 2, 2)) for step in range(5, 11)]
     pair.theirs[6]["loss"] = 4.0
-    times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
     red, blue = "a" * 56, "b" * 56
     for attempt, nodes in ((1, {red: (0, 1)}), (3, {red: (0,), blue: (1, 2)})):
-        event = AttemptStarted(attempt=attempt, step=4, source="rank 0", world_size=3, nodes=nodes, **times)
-        pair.directories[1].record(event)
-    found = pair.compare().first
-    assert found is not None
-    ours, theirs = found.ran
-    assert ours is not None
-    assert theirs is not None
-    assert asdict(ours) == {"attempt": 1, "world_size": 2, "shares": [3, 3], "nodes": None}
-    assert asdict(theirs) == {
-        "attempt": 3,
-        "world_size": 3,
-        "shares": [2, 2, 2],
-        "nodes": {red: [0], blue: [1, 2]},
-    }
-    assert main(0.0, ["compare", *(directory.uri for directory in pair.directories)]) == 1
-    shown = capsys.readouterr().out
+        pair.directories[1].record(attempt_started(attempt, step=4, nodes=nodes))
+    ours, theirs = pair.first().ran
+    assert ours == Ran(attempt=1, world_size=2, shares=[3, 3], nodes=None)
+    assert theirs == Ran(attempt=3, world_size=3, shares=[2, 2, 2], nodes={red: [0], blue: [1, 2]})
+    shown = printed(capsys, "compare", *pair.uris, code=1).out
     with_nodes = "with 2, 2, 2 microbatches on node aaaaaaaa (rank 0), node bbbbbbbb (ranks 1-2)"
     assert f"B: attempt 3: 3 workers {with_nodes}\n" in shown
 
@@ -172,11 +161,9 @@ def test_steps_that_were_done_again_count_as_they_were_the_last_time(pair: Pair)
     assert pair.compare().first is None
     # A leader that was cut off writes its last lines after its successor's first ones.
     pair.lines[1] = [*pair.theirs[:4], *again[:3], pair.theirs[4], *wrong, *again[3:]]
-    assert pair.compare() == Comparison((10, 10), steps=10, losses=10, weights=3, weights_same=9)
+    assert pair.compare() == SAME
     again[1]["loss"] = 4.0
-    found = pair.compare().first
-    assert found is not None
-    assert (found.step, list(found.values)) == (7, ["loss"])
+    assert (pair.first().step, list(pair.first().values)) == (7, ["loss"])
 
 
 def test_a_longer_run_is_compared_as_far_as_the_other_has_come(pair: Pair) -> None:
@@ -203,17 +190,13 @@ def test_losses_that_other_workers_have_summed_differ_by_rounding(pair: Pair) ->
     assert (found.rounded, found.rounded_since, found.shared_otherwise) == (2, 5, 4)
     assert found.largest_rounding == pytest.approx(1e-10, rel=1e-3)
     pair.theirs[7]["loss"] *= 1 + 2e-9
-    parted = pair.compare().first
-    assert parted is not None
-    assert parted.step == 8
+    assert pair.first().step == 8
 
 
 def test_losses_that_the_same_workers_have_summed_have_the_same_bits(pair: Pair) -> None:
     pair.theirs[4:] = [line(step, 2, (2, 2, 2)) for step in range(5, 11)]
     pair.theirs[3]["loss"] *= 1 + 1e-15  # before any other workers had a hand in it
-    found = pair.compare().first
-    assert found is not None
-    assert found.step == 4
+    assert pair.first().step == 4
 
 
 def test_other_shares_are_other_sums(pair: Pair) -> None:
@@ -227,22 +210,15 @@ def test_the_states_that_runs_end_with_are_compared_too(pair: Pair) -> None:
     pair.ended("a", "a")
     assert pair.compare().ends == {"model_sha256": ("a", "a")}
     pair.ended("a", "b")
-    found = pair.compare()
-    assert found.first is not None
-    assert (found.first.step, found.first.values) == (10, {"model_sha256": ("a", "b")})
+    assert (pair.first().step, pair.first().values) == (10, {"model_sha256": ("a", "b")})
     pair.directories[1].write_summary({"status": "stopped", "step": 9, "metrics": {}, "model_sha256": "b"})
     assert pair.compare().ends == {}
 
 
 def test_configurations_that_make_other_runs_are_told(pair: Pair) -> None:
-    pair.configure("run.seed=2", "optimizer.lr=1e-2", "run.name=other", "logging.every_steps=3")
+    pair.configure("run.seed=2", "run.exact=true", "optimizer.lr=1e-2", "run.name=other", "logging.every_steps=3")
     changes = {change.key: (change.old, change.new, change.identity) for change in pair.compare().changes}
-    assert changes == {"run.seed": (1, 2, True), "optimizer.lr": (1e-3, 1e-2, False)}
-
-
-def test_an_exact_run_is_told_beside_one_that_is_not(pair: Pair) -> None:
-    pair.configure("run.exact=true")
-    assert [change.key for change in pair.compare().changes] == ["run.exact"]
+    assert changes == {"run.seed": (1, 2, True), "run.exact": (False, True, False), "optimizer.lr": (1e-3, 1e-2, False)}
 
 
 def test_a_size_of_microbatches_that_was_chosen_is_the_one_compared(pair: Pair) -> None:
@@ -283,15 +259,10 @@ def test_what_is_no_line_of_ours_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other", "relative"),
-    [(1.0, 1.0, 0.0), (2.0, 1.0, 0.5), (-1.0, 1.0, 2.0), (float("inf"), float("inf"), 0.0), (0.0, 0.0, 0.0)],
+    [(1, 1, 0), (2, 1, 0.5), (-1, 1, 2), (INF, INF, 0), (0, 0, 0), (NAN, NAN, 0), (NAN, 1, INF), (INF, 1, INF)],
 )
 def test_relative_differences(one: float, other: float, relative: float) -> None:
     assert relative_difference(one, other) == relative_difference(other, one) == relative
-
-
-def test_what_is_no_number_is_far_from_every_number() -> None:
-    assert relative_difference(NAN, NAN) == 0.0
-    assert relative_difference(NAN, 1.0) == relative_difference(float("inf"), 1.0) == float("inf")
 
 
 def test_without_a_step_in_common_there_is_nothing_to_compare(pair: Pair) -> None:
@@ -306,7 +277,7 @@ def test_without_a_step_in_common_there_is_nothing_to_compare(pair: Pair) -> Non
 def test_the_command_says_that_runs_are_the_same(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.theirs[3:] = [line(step, 2, (2, 2, 2), loss=(3 + 1 / step) * (1 + 1e-12)) for step in range(4, 11)]
     pair.ended("a", "a")
-    pair.compare()
+    pair.write()
     assert main(0.0, ["compare", *pair.uris]) == 0
     verdict, _, _ = capsys.readouterr().out.partition("\n\n")
     assert verdict.splitlines() == [
@@ -326,7 +297,7 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
     pair.configure("run.seed=2", "optimizer.lr=1e-2")
     for each in pair.theirs[5:]:
         each.update({"weights": "f" * 32} if "weights" in each else {"loss": each["loss"] * 1.5})
-    pair.compare()
+    pair.write()
     assert main(0.0, ["compare", *pair.uris]) == 1
     verdict, _, table = capsys.readouterr().out.partition("\n\n")
     assert verdict.splitlines() == [
@@ -345,8 +316,7 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
         ["run.seed", "1", "2"],
         ["optimizer.lr", "0.001", "0.01"],
     ]
-    assert main(0.0, ["compare", *pair.uris, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, "compare", *pair.uris, "--json", code=1).out)
     assert (found["runs"], found["same"], found["weights_same"], found["weights_differ"]) == (pair.uris, False, 3, 6)
     assert found["first"]["step"] == 6
     assert found["first"]["ran"][1]["shares"] == [3, 3]
@@ -362,15 +332,13 @@ def three(pair: Pair) -> list[RunDirectory]:
     pair.configure("run.seed=2", "optimizer.lr=1e-2", "run.name=b")
     pair.lines = [[line(step) for step in range(1, 11)] for _ in range(3)]
     pair.directories.append(third)
-    times = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
-    for directory, lines in zip(pair.directories, pair.lines, strict=True):
+    pair.write()
+    for directory in pair.directories:
         directory.record(RunStarted(time_s=90.0, launcher="ray"))
-        with closing(open_stream(directory.store, STEPS)) as stream:
-            stream.write(lines)
     pair.directories[1].record(Validation(time_s=111.0, step=10, metrics={"loss": 1.5, "top1": 0.5}))
-    third.record(AttemptStarted(time_s=101.0, attempt=1, step=0, source="start", world_size=2, **times))
+    third.record(attempt_started(time_s=101.0))
     third.record(AttemptEnded(time_s=104.0, attempt=1, cause="resized", step=4))
-    third.record(AttemptStarted(time_s=105.0, attempt=2, step=4, source="rank 0", world_size=3, **times))
+    third.record(attempt_started(2, time_s=105.0, step=4, world_size=3))
     return pair.directories
 
 
@@ -379,8 +347,7 @@ def test_three_runs_are_a_table_of_keys_results_and_costs(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     uris = [directory.uri for directory in three]
-    assert main(0.0, ["compare", *uris, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, "compare", *uris, "--json").out)
     assert found["runs"] == uris
     assert found["keys"] == [
         {"key": "run.seed", "values": [1, 2, "unknown"]},
@@ -415,52 +382,17 @@ def test_page_of_a_comparison_has_the_losses_of_all_runs(three: list[RunDirector
     assert len({*drawing.legend.values()}) == 3
 
 
-def test_page_that_cannot_be_written_is_bad_usage(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    pair.compare()
-    assert main(0.0, ["compare", *pair.uris, "--html", "/nowhere/page.html"]) == 2
-    assert "--html /nowhere/page.html cannot be written: No such file or directory" in capsys.readouterr().err
-
-
 def test_the_command_says_what_it_could_not_compare(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     for each in pair.theirs:
         each.pop("weights", None)
     pair.theirs[2].update(loss=None, confirmed=False)
-    pair.compare()
-    assert main(0.0, ["compare", *pair.uris]) == 0
-    said = capsys.readouterr().out
+    pair.write()
+    said = printed(capsys, "compare", *pair.uris).out
     assert "losses    9 compared; 1 step unconfirmed" in said
     assert "weights   not compared: no step has a digest of the weights in both runs" in said
 
 
-@pytest.mark.parametrize(
-    ("runs", "said"),
-    [
-        (["nowhere", "there"], "/nowhere"),
-        (["a"], "compare takes two runs or more, for example: compare ddp other"),
-    ],
-)
-def test_bad_usage(runs: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["compare", *runs]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_runs_without_steps_are_bad_usage(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["compare", *pair.uris]) == 2
-    assert "no step is in both ledgers, so there is nothing to compare" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["logging.weights_digest_every=5 minutes"], "must be in steps or epochs: by the clock two runs would"),
-        (["logging.weights_digest_every=4"], "must be a count and a unit"),
-        (
-            ["logging.weights_digest_every=4 steps", "parallel.kind=fsdp"],
-            "override: logging.weights_digest_every: must be null with parallel.kind=fsdp",
-        ),
-    ],
-)
-def test_digests_are_refused_where_they_would_say_nothing(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        parse_config(RUN, overrides=words)
-    assert str(parse_config(RUN, overrides=["logging.weights_digest_every=1 epoch"]).weights_digest_every) == "1 epoch"
+def test_page_that_cannot_be_written_is_bad_usage(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    pair.write()
+    assert main(0.0, ["compare", *pair.uris, "--html", "/nowhere/page.html"]) == 2
+    assert "--html /nowhere/page.html cannot be written: No such file or directory" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The memory of a worker, as `plan` estimates it."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec
@@ -21,23 +19,12 @@ from steadfast.parallel.buckets import GradientBuckets
 from steadfast.tasks import build_task
 from tests.support.allocator import peak_bytes
 from tests.support.json_tables import check_document
-
-RUN = """
-run: {steps: 100}
-scaling: {num_workers: [2, 8]}
-batch: {global_size: 12, microbatch_size: 2}
-model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
-data: {context_length: 64}
-"""
-
-
-def config_of(*overrides: str) -> Config:
-    return parse_config(RUN, "run.yaml", overrides)
+from tests.support.small import planned
 
 
 @pytest.mark.parametrize("model", ["model.num_layers=1", "model.embed_dim=128"])
 def test_memory_is_that_of_the_allocator(model: str) -> None:
-    config = config_of(model)
+    config = planned(model)
     estimated = plan(config, None)["worlds"][0]["memory_bytes"]
     measured = peak_bytes(lambda: train(config))
     assert estimated == pytest.approx(measured, rel=0.15)
@@ -75,7 +62,7 @@ class Moved(torch.nn.Module):
 
 def test_a_model_that_cannot_be_built_without_data_is_built_with_them() -> None:
     target = "model={{target: 'tests.unit.test_analysis_memory:Moved', args: {{move: {}}}}}"
-    moved, plain = (plan(config_of(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
+    moved, plain = (plan(planned(target.format(move)), None)["worker_bytes"] for move in ("true", "false"))
     assert moved == plain
     assert moved["parameters"] == 256 * 64 * 4
 
@@ -94,26 +81,26 @@ def test_adapters_by_peft_have_a_plan() -> None:
 def test_worlds_between_two_others_are_put_on_a_line() -> None:
     """Within two per cent of what the world itself would be estimated at."""
     by_sharding = "parallel.kind=fsdp"
-    among_others = {world["workers"]: world["memory_bytes"] for world in plan(config_of(by_sharding), None)["worlds"]}
-    alone = plan(config_of(by_sharding, "scaling.num_workers=3"), None)["worlds"][0]["memory_bytes"]
+    among_others = {world["workers"]: world["memory_bytes"] for world in plan(planned(by_sharding), None)["worlds"]}
+    alone = plan(planned(by_sharding, "scaling.num_workers=3"), None)["worlds"][0]["memory_bytes"]
     assert among_others[3] == pytest.approx(alone, rel=0.02)
     assert among_others[2] > among_others[3] > among_others[5]
 
 
 def test_a_worker_that_adds_up_microbatches_holds_whole_gradients() -> None:
     """The last of these worlds has one microbatch for each worker, which travels shard by shard at once."""
-    sharded = plan(config_of("parallel.kind=fsdp", "model.embed_dim=256"), None)
+    sharded = plan(planned("parallel.kind=fsdp", "model.embed_dim=256"), None)
     several, one = [world["memory_bytes"] for world in sharded["worlds"][-2:]]
     assert several - one > 0.8 * sharded["worker_bytes"]["gradients"]
 
 
 def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model.embed_dim=256", "scaling.num_workers=2"]
-    (kept,) = plan(config_of("parallel={kind: fsdp, cpu_offload: true}", *words), None)["worlds"]
-    (plain,) = plan(config_of("parallel.kind=fsdp", *words), None)["worlds"]
+    (kept,) = plan(planned("parallel={kind: fsdp, cpu_offload: true}", *words), None)["worlds"]
+    (plain,) = plan(planned("parallel.kind=fsdp", *words), None)["worlds"]
     assert plain["host_memory_bytes"] == 0
     assert kept["memory_bytes"] + kept["host_memory_bytes"] == plain["memory_bytes"]
-    model = build_model(config_of(*words).model)
+    model = build_model(planned(*words).model)
     state = 4 * sum(param.numel() * param.element_size() for param in model.parameters()) // 2  # half of it, by AdamW
     assert kept["host_memory_bytes"] == pytest.approx(state, rel=0.02)
     offloaded = ["parallel.kind=fsdp", "parallel.cpu_offload=true", "scaling.num_workers=2"]
@@ -123,7 +110,7 @@ def test_what_is_kept_on_the_host_takes_no_memory_of_a_gpu(capsys: pytest.Captur
 
 def resharding(*overrides: str) -> list[dict[str, Any]]:
     words = ["parallel.kind=fsdp", "model.num_layers=6", "model.embed_dim=128", "scaling.num_workers=2"]
-    (world,) = plan(config_of(*words, *overrides), None)["worlds"]
+    (world,) = plan(planned(*words, *overrides), None)["worlds"]
     found: list[dict[str, Any]] = world["resharding"]
     freed, kept = found
     configured = found["parallel.reshard_after_forward=false" in overrides]
@@ -145,9 +132,7 @@ def test_plan_has_the_gathers_and_memory_of_both_ways_to_reshard(both: list[dict
     assert 4 * one <= kept["memory_bytes"] - freed["memory_bytes"] <= 6 * one
 
 
-def test_layers_gathered_for_a_step_take_no_more_than_those_gathered_for_a_microbatch(
-    monkeypatch: pytest.MonkeyPatch, both: list[dict[str, Any]]
-) -> None:
+def test_layers_gathered_for_a_step_take_no_more(monkeypatch: pytest.MonkeyPatch, both: list[dict[str, Any]]) -> None:
     """So `reshard_after_forward=false` need not gather again for each microbatch."""
     honest = FSDPModule.set_reshard_after_backward
     monkeypatch.setattr(FSDPModule, "set_reshard_after_backward", lambda self, _: honest(self, True))
@@ -159,9 +144,8 @@ def test_layers_gathered_for_a_step_take_no_more_than_those_gathered_for_a_micro
 def test_plan_prints_both_ways_to_reshard(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--config", "ddp.yaml", "model.num_layers=1", "parallel.kind=fsdp", "scaling.num_workers=[1,2]"]
     assert main(0.0, words) == 0
-    table = (
-        r"workers  true +false\n      1  0    [\d.]+ MiB +0    [\d.]+ MiB\n      2  6    [\d.]+ MiB +1    [\d.]+ MiB\n"
-    )
+    mib = r"[\d.]+ MiB"
+    table = rf"workers  true +false\n      1  0    {mib} +0    {mib}\n      2  6    {mib} +1    {mib}\n"
     assert re.search(table, capsys.readouterr().out)
     assert main(0.0, [*words, "--json"]) == 0
     check_document("`plan`", json.loads(capsys.readouterr().out))

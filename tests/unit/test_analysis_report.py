@@ -1,10 +1,7 @@
 """The report of a run: what it shows, that it asks for nothing else, and that it ends no run."""
 
-from __future__ import annotations
-
 import math
 import re
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,8 @@ from steadfast.errors import TrainingError, UsageError
 from steadfast.run import events
 from steadfast.run.directory import METRICS, REPORT, STEPS, RunDirectory
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import open_stream
+from tests.support.events import attempt_started
+from tests.support.run_directories import write_lines
 
 HOSTILE = "</script><img src=http://evil/x onerror=alert(1)>"
 START_S = 1_800_000_000.0
@@ -108,9 +106,7 @@ def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
     assert list(drawn["left"]) == [0.0, 0.0, 10.0, 14.0]  # from the first step on, without the start
 
 
-def test_each_command_that_ended_before_its_first_step_has_a_bar(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_command_that_ended_before_its_first_step_has_a_bar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     for command in range(2):
         directory.record(events.RunStarted(time_s=START_S + 10 * command, launcher="ray"))
@@ -148,16 +144,14 @@ def test_trace_keeps_the_extremes_of_a_long_run_and_has_its_means() -> None:
 
 def test_losses_are_those_of_every_step_that_counts(directory: RunDirectory) -> None:
     lines: list[dict[str, Any]] = [{"step": 3, "attempt": 9, "loss": None}, {"step": 4, "attempt": 9, "loss": math.nan}]
-    with closing(open_stream(directory.store, STEPS)) as stream:
-        stream.write([*lines, {"step": 5, "attempt": 9, "loss": 0.25}])
+    write_lines(directory, [*lines, {"step": 5, "attempt": 9, "loss": 0.25}])
     losses = Course.read(directory).losses()
     assert (losses.steps, losses.values) == ([1, 2, 5, 6], [2.0, 2.0, 0.25, 2.0])
 
 
 def test_report_shows_metrics_rate_and_gradient_norm(directory: RunDirectory) -> None:
-    with closing(open_stream(directory.store, METRICS)) as stream:
-        figures_of_step = {"lr": 1e-5, "grad_norm": 2.5, "metrics": {HOSTILE: 0.5, "odd": "text"}}
-        stream.write([{"step": 6, "attempt": 3, "loss": 2.0, **figures_of_step}])
+    figures_of_step = {"lr": 1e-5, "grad_norm": 2.5, "metrics": {HOSTILE: 0.5, "odd": "text"}}
+    write_lines(directory, [{"step": 6, "attempt": 3, "loss": 2.0, **figures_of_step}], METRICS)
     directory.record(events.Validation(time_s=START_S + 26, step=6, metrics={"loss": 1.5, "top1": 0.75}))
     course = Course.read(directory)
     assert course.metrics() == [HOSTILE, "top1"]
@@ -169,16 +163,6 @@ def test_report_shows_metrics_rate_and_gradient_norm(directory: RunDirectory) ->
     assert "<img" not in page
 
 
-def test_report_of_a_run_without_validation_has_no_such_series(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
-    directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
-    write(directory, attempt=1, steps=range(1, 4), world_size=1, began_s=START_S + 10)
-    assert [*figures.losses(Course.read(directory)).legend] == ["training"]
-    page = Path(write_report(directory)).read_text()
-    assert "validation loss" not in page
-    assert "<h3>Learning rate</h3><p>No figures yet.</p>" in page
-
-
 @pytest.mark.parametrize(("num_steps", "shown"), [(4, "start-up 10 s · training 4 s"), (400, "goodput 97.6%")])
 def test_short_run_shows_seconds_in_place_of_goodput(tmp_path: Path, num_steps: int, shown: str) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
@@ -187,6 +171,9 @@ def test_short_run_shows_seconds_in_place_of_goodput(tmp_path: Path, num_steps: 
     page = Path(write_report(directory)).read_text()
     assert f"<p>{shown} · not interrupted</p>" in page
     assert ("goodput" in page.partition("</header>")[0]) == (num_steps > 300)
+    assert [*figures.losses(Course.read(directory)).legend] == ["training"]
+    assert "validation loss" not in page
+    assert "<h3>Learning rate</h3><p>No figures yet.</p>" in page
 
 
 def test_a_report_that_fails_is_a_warning(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +197,7 @@ def test_a_run_that_has_not_begun_has_no_report(tmp_path: Path) -> None:
         write_report(RunDirectory(LocalStore(tmp_path)))
 
 
-def test_of_a_run_that_ended_before_its_first_step_empty_figures_are_drawn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_without_a_step_has_empty_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
     write_report(directory)
@@ -221,9 +206,8 @@ def test_of_a_run_that_ended_before_its_first_step_empty_figures_are_drawn(
 
 
 def started(attempt: int, world_size: int, time_s: float, **fields: Any) -> events.AttemptStarted:
-    parts = {"detected_s": 0.0, "formed_s": 1.0, "built_s": 1.0, "restored_s": 0.5, "first_step_s": 1.0}
-    told = {"step": 0, "step_s": 1.0, "source": "start", **parts, **fields}
-    return events.AttemptStarted(attempt=attempt, world_size=world_size, time_s=time_s, **told)
+    seconds = {"formed_s": 1.0, "built_s": 1.0, "restored_s": 0.5, "first_step_s": 1.0, "step_s": 1.0}
+    return attempt_started(attempt, world_size=world_size, time_s=time_s, **{**seconds, **fields})
 
 
 def write(directory: RunDirectory, attempt: int, steps: range, world_size: int, began_s: float) -> None:
@@ -233,5 +217,4 @@ def write(directory: RunDirectory, attempt: int, steps: range, world_size: int, 
         line = {"step": step, "attempt": attempt, "world_size": world_size, "num_samples": 4}
         lines.append({**line, "step_s": 1.0, "time_s": began_s + place, "loss": 2.0, "step_ms": 1000.0})
     for name in (STEPS, METRICS):
-        with closing(open_stream(directory.store, name)) as stream:
-            stream.write(lines)
+        write_lines(directory, lines, name)

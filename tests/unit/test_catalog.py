@@ -1,7 +1,5 @@
 """What lies on storage: what counts as a checkpoint, what is found to be damaged, and what is deleted."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,11 +107,13 @@ def test_another_version_that_nobody_signed_is_damage() -> None:
         parse_manifest(data.replace(b'"version": 2', b'"version": 3'))
 
 
-def test_what_is_quarantined_is_not_found_again_until_it_has_been_written_anew(catalog: Catalog) -> None:
+def test_quarantined_checkpoint_is_not_found_until_it_is_written_anew(catalog: Catalog, store: MemoryStore) -> None:
     commit(catalog, 7)
     commit(catalog, 9)
     catalog.quarantine(9, "a is missing")
     assert (catalog.steps(), catalog.quarantined()) == ([7], {9: "a is missing"})
+    store.files[f"{path_of(9)}.quarantined.json"] = b""  # counts whatever is in it
+    assert (catalog.steps(), catalog.quarantined()) == ([7], {9: "the marker does not say why"})
     commit(catalog, 9)
     assert (catalog.steps(), catalog.quarantined()) == ([9, 7], {})
 
@@ -131,16 +131,14 @@ def test_the_last_ones_stay_and_what_was_never_committed_goes(catalog: Catalog) 
 
 
 def test_a_checkpoint_that_a_bad_step_went_into_is_deleted(catalog: Catalog) -> None:
-    commit(catalog, 3)
-    commit(catalog, 9)
+    for step in (3, 5, 9):
+        commit(catalog, step)
     newest = commit(catalog, 7, (5,))
     catalog.retire(newest, frozenset({5}), go_on)
     assert catalog.steps() == [7, 3]
 
 
-def test_what_former_attempts_have_left_in_the_same_folder_goes_and_what_others_are_writing_there_stays(
-    catalog: Catalog, store: MemoryStore
-) -> None:
+def test_files_of_former_attempts_go_and_those_of_later_ones_stay(catalog: Catalog, store: MemoryStore) -> None:
     for attempt in (8, 9, 10):
         catalog.write(7, f"{of_attempt(attempt)}-rank-00001-0001", [b"x"])
     newest = replace(commit(catalog, 7), attempt=9)
@@ -149,9 +147,7 @@ def test_what_former_attempts_have_left_in_the_same_folder_goes_and_what_others_
     assert store.list(path_of(7)) == ["a", *left, "b", "manifest.json"]
 
 
-def test_a_marker_that_was_being_written_when_the_process_died_goes_and_what_others_put_there_stays(
-    catalog: Catalog, store: MemoryStore
-) -> None:
+def test_half_written_marker_goes_and_files_of_others_stay(catalog: Catalog, store: MemoryStore) -> None:
     catalog.quarantine(9, "damaged")
     store.files["checkpoints/.step-00000009.quarantined.json.123"] = b"{"
     store.files["checkpoints/README"] = b"mine"
@@ -175,6 +171,27 @@ def test_what_cannot_be_deleted_keeps_nothing_else(catalog: Catalog, store: Memo
     assert catalog.steps() == [9, 7, 5]
 
 
+@pytest.mark.parametrize("step", [1, 3])
+def test_catalog_finds_no_half_deleted_checkpoint_when_its_command_is_killed(
+    catalog: Catalog, store: MemoryStore, step: int
+) -> None:
+    for committed in (1, 3, 5, 7):
+        newest = commit(catalog, committed)
+    catalog.quarantine(1, "damaged")
+    delete = store.delete
+
+    def delete_half(name: str) -> None:
+        if name == path_of(step):
+            delete(f"{name}/a")
+            raise KeyboardInterrupt
+        delete(name)
+
+    store.delete = delete_half
+    with pytest.raises(KeyboardInterrupt):
+        catalog.retire(newest, NOTHING, go_on)
+    assert [found for found in catalog.steps() if catalog.manifest(found)] == [7, 5]
+
+
 def test_who_is_told_to_stop_deletes_nothing_more(catalog: Catalog) -> None:
     for step in (3, 5, 7):
         newest = commit(catalog, step)
@@ -192,9 +209,3 @@ def test_a_folder_that_was_renamed_is_no_checkpoint_of_its_new_name(catalog: Cat
     store.files[f"{path_of(9)}/manifest.json"] = manifest.dump()
     with pytest.raises(Damaged, match=r"step-00000009: manifest.json is of step 7"):
         catalog.manifest(9)
-
-
-def test_a_marker_counts_whatever_is_in_it(catalog: Catalog, store: MemoryStore) -> None:
-    commit(catalog, 7)
-    store.files[f"{path_of(7)}.quarantined.json"] = b""
-    assert (catalog.steps(), catalog.quarantined()) == ([], {7: "the marker does not say why"})

@@ -1,7 +1,5 @@
 """What `chaos` makes of the lines that contenders wrote."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any
@@ -64,10 +62,6 @@ def test_a_step_with_another_digest_is_wrong_as_a_whole() -> None:
     planned = {step: {"step": step, "samples_digest": f"{step}", "num_samples": 8} for step in (1, 2)}
     assert strayed(planned, planned, 2) == 0
     assert strayed({**planned, 2: {**planned[2], "samples_digest": "1"}}, planned, 2) == 16
-
-
-def test_every_claim_holds() -> None:
-    assert broken([*PROVEN, RIVAL], CLAIMS, "ours", "theirs") == []
 
 
 @pytest.mark.parametrize("fault", NAMES)

@@ -1,9 +1,8 @@
 """The grammar of the command line: verbs, their help, and what is told before anything is started."""
 
-from __future__ import annotations
-
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from argparse import Namespace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +19,7 @@ from steadfast.cli import main
 from steadfast.commands import VERBS
 from steadfast.config import Config
 from steadfast.errors import UsageError
+from tests.support.verbs import printed
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,8 +73,7 @@ def test_each_verb_has_a_help_of_its_own(verb: str, option: str, capsys: pytest.
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["--config", "ddp.yaml", "--help"], ["-h", "run.steps=3"]])
 def test_without_a_verb_help_is_the_overview(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, words) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, *words).out
     assert text.startswith("usage: steadfast [verb] --config FILE [key=value ...]\n\nbegin:\n  init [FOLDER]  ")
     for verb in VERBS.values():
         assert f"  {verb.usage}  " in text
@@ -82,29 +82,16 @@ def test_without_a_verb_help_is_the_overview(words: list[str], capsys: pytest.Ca
 
 
 def test_without_arguments_three_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, []) == 0
-    assert capsys.readouterr().out.count("\n  steadfast ") == 3
+    assert printed(capsys).out.count("\n  steadfast ") == 3
 
 
-def test_version_prints_steadfast_torch_and_ray_in_one_line_without_importing_them() -> None:
-    code = (
-        "import sys; from steadfast.cli import main; main(0.0, ['--version']); print({'torch', 'ray'} & {*sys.modules})"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    line, imported = answer.stdout.splitlines()
-    assert line == ", ".join(f"{name} {version(name)}" for name in ("steadfast", "torch", "ray"))
-    assert imported == "set()"
-
-
-def test_version_names_a_package_that_is_not_installed(
+def test_version_prints_steadfast_torch_and_ray_in_one_line_or_which_of_them_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("steadfast.cli.version", missing)
-    assert main(0.0, ["--version"]) == 0
-    assert capsys.readouterr().out == "steadfast not installed, torch not installed, ray not installed\n"
+    packages = ("steadfast", "torch", "ray")
+    assert printed(capsys, "--version").out == ", ".join(f"{name} {version(name)}" for name in packages) + "\n"
+    monkeypatch.setattr("steadfast.cli.version", Mock(side_effect=PackageNotFoundError))
+    assert printed(capsys, "--version").out == ", ".join(f"{name} not installed" for name in packages) + "\n"
 
 
 @pytest.mark.parametrize("words", [["train"], []])
@@ -128,25 +115,18 @@ def test_options_and_overrides_come_in_any_order(words: list[str], rest: list[st
         ["scale", "ddp", "--workers", "2:8", "--cluster", "c.yaml"],
         ["--cluster", "c.yaml", "--workers", "2:8", "scale", "ddp"],
         ["-v", "scale", "--workers=2:8", "--cluster=c.yaml", "ddp"],
+        ["--storage", "runs", "scale", "ddp", "--workers", "2:8", "--cluster", "c.yaml"],  # called like a verb
     ],
 )
 def test_a_verb_may_stand_behind_options(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
+    given: list[Namespace] = []
     monkeypatch.setattr("steadfast.commands.scale.run_on_cluster", lambda options: given.append(options) or 0)
     assert main(0.0, words) == 0
-    assert [(options.runs, options.workers, options.cluster) for options in given] == [(["ddp"], "2:8", "c.yaml")]
+    (options,) = given
+    assert (options.runs, options.workers, options.cluster, options.storage) == (["ddp"], "2:8", "c.yaml", "runs")
 
 
-def test_a_storage_may_be_called_like_a_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = []
-    monkeypatch.setattr("steadfast.commands.scale.run_on_cluster", lambda options: given.append(options.storage) or 0)
-    assert main(0.0, ["--storage", "runs", "scale", "ddp", "--workers", "2", "--cluster", "c.yaml"]) == 0
-    assert given == ["runs"]
-
-
-def test_a_file_may_be_called_like_a_verb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[Config]
-) -> None:
+def test_file_may_be_called_like_a_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[Config]) -> None:
     shutil.copy(ROOT / "configs" / "ddp.yaml", tmp_path / "doctor")
     monkeypatch.chdir(tmp_path)
     assert main(0.0, ["--config", "doctor"]) == 0
@@ -158,8 +138,7 @@ def test_a_run_may_be_called_like_a_verb_or_an_override(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for run in ("train", "lr=0.1"):
-        assert main(0.0, ["doctor", run]) == 2
-        assert f"no run at {tmp_path / run} or " in capsys.readouterr().err
+        assert f"no run at {tmp_path / run} or " in printed(capsys, "doctor", run, code=2).err
 
 
 RUN_VERBS = {
@@ -171,11 +150,6 @@ RUN_VERBS = {
     "audit": ["audit", "ddp"],
     "compare": ["compare", "ddp", "ddp"],
 }
-
-
-def test_the_former_name_of_a_verb_is_refused_with_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["verify", "ddp", "other"]) == 2
-    assert capsys.readouterr().err == "error: the verb verify is called compare now\n"
 
 
 @pytest.mark.parametrize("verb", RUN_VERBS)
@@ -194,8 +168,7 @@ def test_a_run_is_named_by_a_path_by_storage_or_as_training_names_it(
     words = RUN_VERBS[verb]
     as_overrides = [word.replace("ddp", "run.name=ddp") for word in words]
     for given in (words, [*words, "--storage", "/there"], [*words, "run.storage=/there"]):
-        assert main(0.0, given) == 2
-        assert "far enough" in capsys.readouterr().err
+        assert "far enough" in printed(capsys, *given, code=2).err
         place = "runs/ddp" if given is words else "/there/ddp"
         assert set(found) == {place}
         found.clear()
@@ -206,13 +179,11 @@ def test_a_run_is_named_by_a_path_by_storage_or_as_training_names_it(
 
 @pytest.mark.parametrize("words", [["run.storage=/there"], ["--storage", "/there"]])
 def test_doctor_without_a_run_takes_overrides(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-    monkeypatch.setattr(
-        "steadfast.commands.doctor._check_machines", lambda config, options: checked.append(config.run.storage) or 0
-    )
+    checked: list[Config] = []
+    monkeypatch.setattr("steadfast.commands.doctor._check_machines", lambda config, _: checked.append(config) or 0)
     assert main(0.0, ["doctor", *words]) == 0
     assert main(0.0, ["doctor", "--config", "ddp.yaml", *words]) == 0
-    assert checked == ["/there", "/there"]
+    assert [config.run.storage for config in checked] == ["/there", "/there"]
 
 
 @pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
@@ -239,11 +210,8 @@ def test_a_reader_that_leaves_ends_a_verb_quietly(words: list[str]) -> None:
     "words",
     [["tarin"], ["tarin", "ddp", "--workers", "2"], ["--config", "ddp.yaml", "tarin"], ["tarin", "--help"]],
 )
-def test_an_unknown_verb_is_refused_with_the_known_ones(
-    words: list[str], capsys: pytest.CaptureFixture[str], trained: list[Config]
-) -> None:
-    assert main(0.0, words) == 2
-    said = capsys.readouterr().err
+def test_unknown_verb_is_refused(words: list[str], capsys: pytest.CaptureFixture[str], trained: list[Config]) -> None:
+    said = printed(capsys, *words, code=2).err
     assert said.startswith(f"error: unknown verb tarin; there are: {', '.join(VERBS)}. ")
     assert "Overrides are written key=value" in said
     assert not trained
@@ -252,28 +220,40 @@ def test_an_unknown_verb_is_refused_with_the_known_ones(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run.steps=3"], "--config FILE is missing, for example --config ddp.yaml"),
-        (["chaos"], "--config FILE is missing, for example --config ddp.yaml"),
-        (["--config", "pdd.yaml"], "pdd.yaml: no such file, here or in configs/; nearest is ddp.yaml"),
-        (["chaos", "--config", "ddp.yaml", "optimizer.lrr=3"], "unknown key; nearest is lr"),
-        (["scale", "ddp"], "scale takes one run and --workers, for example: scale ddp --workers 2:8"),
-        (["scale", "--workers", "2"], "scale takes one run and --workers, for example: scale ddp --workers 2:8"),
-        (["scale", "ddp", "--workers", "3:2"], "--workers 3:2: must be MIN:MAX with 1 <= MIN <= MAX"),
-        (["doctor", "one", "another"], "doctor takes one run, for example: doctor ddp"),
+        ("run.steps=3", "--config FILE is missing, for example --config ddp.yaml"),
+        ("chaos", "--config FILE is missing, for example --config ddp.yaml"),
+        ("--config pdd.yaml", "pdd.yaml: no such file, here or in configs/; nearest is ddp.yaml"),
+        ("chaos --config ddp.yaml optimizer.lrr=3", "unknown key; nearest is lr"),
+        ("scale ddp", "scale takes one run and --workers, for example: scale ddp --workers 2:8"),
+        ("scale --workers 2", "scale takes one run and --workers, for example: scale ddp --workers 2:8"),
+        ("scale ddp --workers 3:2", "--workers 3:2: must be MIN:MAX with 1 <= MIN <= MAX"),
+        ("doctor one another", "doctor takes one run, for example: doctor ddp"),
+        ("verify ddp other", "the verb verify is called compare now"),
+        ("config optimiser", "there is no section optimiser; there are: run, cluster"),
+        ("config run --schema", "takes no section: config --schema > FILE"),
+        ("plan --config ddp.yaml --mtbf soon", '--mtbf soon: must be a count and a unit, such as "30 minutes"'),
+        ("status a b", "status takes one run or none"),
+        ("status --live --watch", "one of --watch, --live and --json"),
+        ("status --live", "--live shows one run: status ddp --live"),
+        ("status run --port 8765", "--port is the port of the web page of --live"),
+        ("status run --live --cluster FILE", "ssh -L 8765:127.0.0.1:8765 HEAD"),
+        ("compare nowhere there", "/nowhere"),
+        ("compare a", "compare takes two runs or more, for example: compare ddp other"),
+        (
+            "--config ddp.yaml 'cluster.env={NOT_SET_ANYWHERE: null}'",
+            "cluster.env.NOT_SET_ANYWHERE: is null, and this command's environment has no NOT_SET_ANYWHERE: export it",
+        ),
     ],
 )
-def test_what_is_missing_is_named(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str], trained: list[Config]
+def test_what_is_missing_or_wrong_is_one_message(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], trained: list[Config]
 ) -> None:
-    assert main(0.0, words) == 2
-    assert said in capsys.readouterr().err
+    assert said in printed(capsys, *shlex.split(words), code=2).err
     assert not trained
 
 
 @pytest.mark.parametrize("words", [["doctor", "ddp", "--workers", "2"], ["--config", "ddp.yaml", "--minutes", "2"]])
-def test_an_option_of_another_verb_is_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str], trained: list[Config]
-) -> None:
+def test_foreign_option_is_refused(words: list[str], capsys: pytest.CaptureFixture[str], trained: list[Config]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(0.0, words)
     assert ended.value.code == 2
@@ -316,30 +296,20 @@ def test_what_chaos_itself_lacks_is_not_taken_for_a_package(monkeypatch: pytest.
         main(0.0, ["chaos", "--config", "ddp.yaml"])
 
 
-def test_help_imports_neither_torch_nor_ray() -> None:
-    """Of any verb; one after the other in one process, since each process takes a while to start."""
+def test_help_and_version_import_neither_torch_nor_ray() -> None:
+    """The help of any verb; in one process, since each takes a while to start."""
+    asked = ["--version", "--help", *(f"{verb} --help" for verb in VERBS)]
     code = """
-import sys
+import contextlib, sys
 from steadfast.cli import main
 
-for verb in sys.argv[1:]:
-    try:
-        main(0.0, [*verb.split(), "--help"])
-    except SystemExit:
-        print(f"{verb}:", [name for name in ("torch", "ray", "pyarrow", "numpy") if name in sys.modules])
+for words in sys.argv[1:]:
+    with contextlib.suppress(SystemExit):
+        main(0.0, words.split())
+    print(f"{words}:", [name for name in ("torch", "ray", "pyarrow", "numpy") if name in sys.modules])
 """
-    command = [sys.executable, "-c", code, "", *VERBS]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    for verb in ("", *VERBS):
-        assert f"{verb}: []\n" in answer.stdout
-
-
-def test_a_variable_that_is_not_there_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["--config", "ddp.yaml", "cluster.env={NOT_SET_ANYWHERE: null}"]) == 2
-    assert capsys.readouterr().err == (
-        "error: cluster.env.NOT_SET_ANYWHERE: is null, and this command's environment has no NOT_SET_ANYWHERE: "
-        "export it, or give a value here\n"
-    )
+    answer = subprocess.run([sys.executable, "-c", code, *asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not [words for words in asked if f"{words}: []\n" not in answer.stdout]
 
 
 def test_closed_standard_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

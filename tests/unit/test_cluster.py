@@ -1,14 +1,13 @@
 """Which Ray a command joins, without any: only sockets that answer, or do not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
+import socketserver
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -55,24 +54,19 @@ def test_a_program_whose_ray_runs_is_told_which_keys_come_too_late(monkeypatch: 
 @contextlib.contextmanager
 def serve(answer: bytes) -> Iterator[str]:
     """Answer each connection with these bytes."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    over = threading.Event()
 
-    def run() -> None:
-        while not over.is_set():
-            with contextlib.suppress(OSError), listener.accept()[0] as connection:  # it may be closed at once
-                connection.sendall(answer)
-                connection.recv(100)
+    class Answering(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):  # the connection may be closed at once
+                self.request.sendall(answer)
+                self.request.recv(100)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        over.set()
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        listener.close()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answering) as server, ThreadPoolExecutor() as threads:
+        threads.submit(server.serve_forever, 0.01)
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
 
 
 GRPC = b"\0\0\0\4\0\0\0\0\0"
@@ -102,20 +96,15 @@ def wait_until_ray_finds(address: str) -> None:
         time.sleep(0.01)
 
 
-def test_auto_joins_what_ray_start_wrote_down(tmp_path: Path) -> None:
+def test_auto_joins_what_ray_start_wrote_down_unless_it_was_killed(tmp_path: Path, closed_port: int) -> None:
     with serve(GRPC) as address:
         written_down(tmp_path, address)
         assert find_cluster("auto") == address
-
-
-def test_what_is_left_of_a_cluster_that_was_killed_does_not_count(tmp_path: Path, closed_port: int) -> None:
     written_down(tmp_path, f"127.0.0.1:{closed_port}")
     assert find_cluster("auto") is None
 
 
-def test_a_cluster_that_is_only_slow_is_not_taken_for_one_that_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_cluster_is_not_taken_for_one_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_ANSWER_S", 0.3)
     with serve(SSH) as address:
         written_down(tmp_path, address)
@@ -181,25 +170,15 @@ def test_the_first_line_says_what_a_command_will_wait_for(
     assert cluster.describe_cluster("192.0.2.10:6379") == expected
 
 
-def test_a_ray_that_is_embedded_is_told_to_stay_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes it at its word: by itself it would make the machine's address of it, and listen everywhere."""
-    monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
-    addresses: list[str] = []
-    init = Mock(side_effect=lambda **given: addresses.append(resolve(given["_node_ip_address"])))
-    monkeypatch.setattr("ray.init", init)
-    monkeypatch.setattr(cluster, "forked_workers", Mock(return_value=contextlib.nullcontext()))
-    config = parse_config("cluster: {address: local}")
-    assert cluster.connect(config.cluster, config.scaling, verbose=True) == cluster.EMBEDDED
-    assert addresses == ["127.0.0.1"]
-
-
 @pytest.mark.parametrize(("num_gpus", "expected"), [(0, 6), (2, 2)])
 def test_an_embedded_ray_has_a_worker_for_each_core_or_each_gpu_by_default(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, expected: int
 ) -> None:
     nodes: list[dict[str, object]] = []
 
-    def start(num_cpus: int, **_: object) -> None:
+    def start(num_cpus: int, _node_ip_address: str, **_: object) -> None:
+        # By itself, Ray would make the machine's address of "127.0.0.1", and listen everywhere.
+        assert services.resolve_ip_for_localhost(_node_ip_address) == "127.0.0.1"
         nodes.append({"Alive": True, "Resources": {"CPU": num_cpus, "GPU": num_gpus}})
 
     monkeypatch.setattr(cluster, "_RAY_SETTINGS", {})
@@ -208,10 +187,6 @@ def test_an_embedded_ray_has_a_worker_for_each_core_or_each_gpu_by_default(
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr(cluster, "forked_workers", Mock(return_value=contextlib.nullcontext()))
     config = parse_config("cluster: {address: local}")
-    cluster.connect(config.cluster, config.scaling, verbose=True)
+    assert cluster.connect(config.cluster, config.scaling, verbose=True) == cluster.EMBEDDED
     gpus = cluster.gpus_per_worker(config.scaling, embedded=True)
     assert cluster.await_room(config.scaling, gpus, Mock(), Mock(), embedded=True) == expected
-
-
-def resolve(host: str) -> str:
-    return str(services.resolve_ip_for_localhost(host))

@@ -1,7 +1,5 @@
 """The files in cluster/: what can be known of them without a cluster."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -123,13 +121,10 @@ def test_the_head_trains_nothing_and_workers_are_of_two_strengths_on_demand_and_
     assert {each["labels"]["market"] for each in types.values()} == {"spot", "on_demand"}
 
 
-@pytest.mark.parametrize(
-    "name", sorted(each.name for each in CLUSTER.iterdir() if each.is_file() and each.suffix != ".py")
-)
+@pytest.mark.parametrize("name", ["gcp.yaml", "azure.yaml", "kuberay.yaml"])
 def test_what_was_not_run_says_so_at_the_top(name: str) -> None:
     head = "".join((CLUSTER / name).read_text().splitlines(keepends=True)[:4])
-    if name in ("gcp.yaml", "azure.yaml", "kuberay.yaml"):
-        assert re.search(r"not run\b|Not run\b", head)
+    assert re.search(r"not run\b|Not run\b", head)
 
 
 def test_scripts_are_valid_bash() -> None:

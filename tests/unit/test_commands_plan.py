@@ -1,41 +1,27 @@
 """`plan`: what it says of a run that has not begun."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from steadfast.cli import main
 from steadfast.commands.plan import plan, warnings
-from steadfast.config import Config, parse_config
 from tests.support.json_tables import check_document
-
-RUN = """
-run: {steps: 100}
-scaling: {num_workers: [2, 8]}
-batch: {global_size: 12, microbatch_size: 2}
-model: {num_layers: 2, embed_dim: 64, context_length: 64, num_heads: 2}
-data: {context_length: 64}
-schedule: {kind: cosine, warmup_steps: 20}
-"""
-
-
-def config_of(*overrides: str) -> Config:
-    return parse_config(RUN, "run.yaml", overrides)
+from tests.support.small import planned
+from tests.support.verbs import printed
 
 
 def said(*overrides: str, num_train: int = 1000, mtbf_s: float | None = None) -> list[str]:
-    return list(warnings(config_of("scaling.num_workers=[2, 6]", *overrides), num_train, mtbf_s))
+    return list(warnings(planned("scaling.num_workers=[2, 6]", *overrides), num_train, mtbf_s))
 
 
 def test_shares_pads_and_idle_time_of_each_world() -> None:
-    found = plan(config_of(), None)
+    found = plan(planned(), None)
     assert [world["workers"] for world in found["worlds"]] == [2, 3, 4, 5, 6]  # eight would have nothing to do
     assert found["worlds"][2]["shares"] == (2, 2, 1, 1)
     assert [round(world["idle"], 2) for world in found["worlds"]] == [0, 0, 0.25, 0.4, 0]
     assert {world["pads"] for world in found["worlds"]} == {0}
-    sharded = plan(config_of("parallel.kind=fsdp"), None)
+    sharded = plan(planned("parallel.kind=fsdp"), None)
     assert [world["pads"] for world in sharded["worlds"]] == [0, 0, 2, 4, 0]
     assert (found["steps"], found["step_units"]) == (100, 12 * 64)
 
@@ -47,7 +33,7 @@ def test_parts_of_microbatches_leave_less_idle_time(capsys: pytest.CaptureFixtur
         "batch.global_size=29",
         "scaling.num_workers=[3, 5]",
     ]
-    found = plan(config_of(*words), None)["worlds"]
+    found = plan(planned(*words), None)["worlds"]
     assert [world["shares"] for world in found] == [(3, 3, 3), (2, 2, 2, 2), (2, 2, 2, 2, 2)]
     assert [world["parts"] for world in found] == [(2, 2, 1), (0, 0, 0, 0), (2, 2, 2, 2, 1)]
     # Of 29 samples a worker has up to 10, 8 and 6.
@@ -59,7 +45,7 @@ def test_parts_of_microbatches_leave_less_idle_time(capsys: pytest.CaptureFixtur
 
 def test_stages_have_memory_and_idle_time_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parallel={kind: pipeline, stages: 2}", "scaling.num_workers=[2, 4]"]
-    found = plan(config_of(*words), None)
+    found = plan(planned(*words), None)
     assert [world["shares"] for world in found["worlds"]] == [(6,), (3, 3)]
     assert [round(world["idle"], 3) for world in found["worlds"]] == [round(1 / 7, 3), round(1 / 4, 3)]
     first, last = found["stages"]
@@ -68,16 +54,15 @@ def test_stages_have_memory_and_idle_time_of_their_own(capsys: pytest.CaptureFix
     assert max(first["memory_bytes"], last["memory_bytes"]) < whole
     # Six microbatches of two samples of 64 tokens, each 64 numbers in fp32.
     assert found["link_bytes"] == 6 * 2 * 64 * 64 * 4
-    every = plan(config_of("parallel={kind: pipeline, stages: 2, schedule: gpipe}", words[1]), None)
+    every = plan(planned("parallel={kind: pipeline, stages: 2, schedule: gpipe}", words[1]), None)
     assert every["stages"][0]["memory_bytes"] > first["memory_bytes"]
-    assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=2", *words]) == 0
-    assert "stage  layers  memory" in capsys.readouterr().out
+    assert "stage  layers  memory" in printed(capsys, "plan", "--config", "ddp.yaml", "model.num_layers=2", *words).out
 
 
 @pytest.mark.slow
 def test_workers_that_share_the_layers_of_a_stage_need_less_memory_each() -> None:
     words = ["parallel={kind: pipeline, stages: 2}", "scaling.num_workers=[4, 8]", "model.attention_dropout=0"]
-    whole, parts = (plan(config_of(*words, f"parallel.tensor_size={size}"), None) for size in (1, 2))
+    whole, parts = (plan(planned(*words, f"parallel.tensor_size={size}"), None) for size in (1, 2))
     assert [world["workers"] for world in parts["worlds"]] == [4, 8]
     assert [world["shares"] for world in parts["worlds"]] == [(6,), (3, 3)]
     assert parts["worlds"][0]["idle"] == pytest.approx(1 / 7)
@@ -89,10 +74,10 @@ def test_workers_that_share_the_layers_of_a_stage_need_less_memory_each() -> Non
 
 
 def test_a_size_that_is_measured_is_planned_with_at_its_largest(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(config_of("batch.microbatch_size=auto", "scaling.num_workers=[2, 4]"), None)
+    found = plan(planned("batch.microbatch_size=auto", "scaling.num_workers=[2, 4]"), None)
     assert found["microbatch_is_measured"]
     assert found["microbatch_size"] == 3  # 12 over 4 workers
-    assert found["worlds"] == plan(config_of("batch.microbatch_size=3", "scaling.num_workers=[2, 4]"), None)["worlds"]
+    assert found["worlds"] == plan(planned("batch.microbatch_size=3", "scaling.num_workers=[2, 4]"), None)["worlds"]
     assert main(0.0, ["plan", "--config", "ddp.yaml", "model.num_layers=1", "batch.microbatch_size=auto"]) == 0
     assert "the largest size that batch.microbatch_size=auto may choose: 6\nthe run measures" in capsys.readouterr().out
 
@@ -118,16 +103,9 @@ def test_what_a_reviewer_would_ask_about() -> None:
 
 def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--config", "ddp.yaml", "model.num_layers=1", "--mtbf", "2 minutes"]
-    assert main(0.0, words) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, *words).out
     assert "\n      4  1 to 2                        0   25%  " in text
     assert "\nwarning: checkpoint.every 5 minutes is longer than the 2m between two failures" in text
-    assert main(0.0, [*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, *words, "--json").out)
     assert len(found["warnings"]) == 2
     check_document("`plan`", found)
-
-
-def test_a_time_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["plan", "--config", "ddp.yaml", "--mtbf", "soon"]) == 2
-    assert '--mtbf soon: must be a count and a unit, such as "30 minutes"' in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """What of a model is compiled, when it is, and what is told of it. By a compiler that writes no code, for speed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -15,8 +13,8 @@ from torch import Tensor, nn
 
 import steadfast.parallel.compiled
 import tests.examples.operators  # noqa: F401 - before torchvision
-from steadfast.config import GptConfig, diff, parse_config
-from steadfast.errors import ConfigError, TrainingError, UsageError
+from steadfast.config import GptConfig
+from steadfast.errors import TrainingError, UsageError
 from steadfast.models import build_model
 from steadfast.parallel.activations import checkpoint_activations
 from steadfast.parallel.compiled import CompiledBlocks
@@ -69,6 +67,7 @@ def test_one_compilation_serves_all_layers_and_later_models_and_computes_the_sam
     expected = run(gpt(), CompiledBlocks("none"))
     assert num_graphs() == 0
     model, compiled = compiled_gpt()
+    assert list(model.state_dict()) == list(gpt().state_dict())
     assert torch.equal(run(model, compiled), expected)
     assert num_graphs() == 1
     other = gpt()
@@ -91,11 +90,6 @@ def test_the_loss_of_a_language_model_is_compiled_with_its_layers_and_computes_t
     with compiled.running(is_full=True):
         assert torch.equal(task.loss(model, batch).loss_sum, expected)
     assert num_graphs() == 1
-
-
-def test_names_stay_what_they_are(num_graphs: Count) -> None:
-    model, _ = compiled_gpt()
-    assert list(model.state_dict()) == list(gpt().state_dict())
 
 
 def test_a_model_that_is_given_up_is_freed(num_graphs: Count) -> None:
@@ -258,48 +252,28 @@ def no_compiler(forward: Callable[..., Any]) -> Any:
     return torch.compile(forward, dynamic=False, backend=backend)
 
 
-def test_without_a_compiler_the_layers_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_a_compiler_tells_the_remedy_or_runs_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steadfast.parallel.compiled, "_compile", no_compiler)
     model, compiled = compiled_gpt()
+    with pytest.raises(TrainingError, match=r"cannot be compiled: .*no C\+\+ compiler; compile=none runs it"):
+        run(model, compiled)
     compiled.try_out(lambda: model(TOKENS))
     assert "no C++ compiler" in compiled.refused
     assert "\n" not in compiled.refused
     assert torch.equal(run(model, compiled), run(gpt(), CompiledBlocks("none")))
 
 
-def test_what_fails_to_compile_in_a_step_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steadfast.parallel.compiled, "_compile", no_compiler)
-    model, compiled = compiled_gpt()
-    with pytest.raises(TrainingError, match=r"cannot be compiled: .*no C\+\+ compiler; compile=none runs it"):
-        run(model, compiled)
-
-
 def test_want_of_memory_is_no_want_of_a_compiler() -> None:
     def run_out() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def fail() -> None:
+        raise AssertionError
 
     compiled = CompiledBlocks("blocks")
     compiled.try_out(run_out)
     assert not compiled.refused
     with pytest.raises(torch.OutOfMemoryError), compiled.running(is_full=True):
         run_out()
-
-
-def test_an_error_without_a_word_is_one_too() -> None:
-    def fail() -> None:
-        raise AssertionError
-
-    compiled = CompiledBlocks("blocks")
     compiled.try_out(fail)
     assert compiled.refused == "AssertionError: "
-
-
-def test_the_copies_of_data_parallel_are_not_compiled() -> None:
-    words = ["compile=blocks", "parallel.kind=data_parallel", "scaling.num_workers=1"]
-    with pytest.raises(ConfigError, match=r"override: compile: must be none with parallel\.kind=data_parallel"):
-        parse_config("", "x.yaml", words)
-
-
-def test_a_resume_may_turn_it_on_and_off() -> None:
-    (change,) = diff(parse_config("", "x.yaml"), parse_config("compile: blocks", "x.yaml"))
-    assert (change.key, change.identity, change.free) == ("compile", False, False)

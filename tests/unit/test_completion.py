@@ -1,7 +1,5 @@
 """`completion`: what bash offers behind the words of a command."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

@@ -1,12 +1,11 @@
 """The control channel over two ranks of one process: the same messages at the same steps, however long these take."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from steadfast.run.ledger import StepStats
 from steadfast.world.control import ControlChannel, Rider, StepResult
 from steadfast.world.runtime import STOP
 
+Found = TypeVar("Found")
 NUM_STEPS = 100
 _TIMEOUT = timedelta(seconds=20)
 
@@ -86,10 +86,14 @@ def run_rank(store: dist.Store, rank: int, step_s: float, request_at: int | None
 
 
 def run_both(leader_step_s: float, request_at: int | None = None) -> tuple[Seen, Seen]:
+    return on_two_ranks(run_rank, (leader_step_s, None), (1.0, request_at))
+
+
+def on_two_ranks(run: Callable[..., Found], ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Found, Found]:
+    """Return what a function returns on each of two ranks that share a store."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
-        leader = pool.submit(run_rank, store, 0, leader_step_s)
-        other = pool.submit(run_rank, store, 1, 1.0, request_at)
+        leader, other = pool.submit(run, store, 0, *ours), pool.submit(run, store, 1, *theirs)
         return leader.result(), other.result()
 
 
@@ -100,6 +104,11 @@ def test_every_step_is_agreed_on_once_at_the_same_step_by_all(leader_step_s: flo
     assert [step for _, steps in leader.read_at for step in steps] == list(range(1, NUM_STEPS + 1))
     assert leader.losses == [float(step) for step in range(1, NUM_STEPS + 1)]
     assert set(leader.digests) == {(2 * 2**64 - 3) % 2**64}
+    # What ranks send along is heard after the same steps.
+    read_at = [min(step, NUM_STEPS) for step, steps in leader.read_at if steps]
+    assert [step for step, _ in leader.results][: len(read_at) - 1] == read_at[:-1]
+    payloads = [payload for _, payload in leader.results]
+    assert payloads == [[number, 100.0 + number] for number in range(1, len(payloads) + 1)]
 
 
 def test_short_steps_share_words_and_long_ones_do_not() -> None:
@@ -116,23 +125,12 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_step_and_is_heard_once() -> 
     assert 60 < leader.stop_at <= 66
 
 
-@pytest.mark.parametrize("leader_step_s", [0.001, 0.012, 0.4])
-def test_what_ranks_send_along_is_heard_by_all_after_the_same_step(leader_step_s: float) -> None:
-    leader, other = run_both(leader_step_s)
-    assert leader.results == other.results
-    read_at = [min(step, NUM_STEPS) for step, steps in leader.read_at if steps]
-    assert [step for step, _ in leader.results][: len(read_at) - 1] == read_at[:-1]
-    payloads = [payload for _, payload in leader.results]
-    assert payloads == [[number, 100.0 + number] for number in range(1, len(payloads) + 1)]
-
-
-def metrics_of_rank(store: dist.Store, rank: int, counts: list[int]) -> list[dict[str, float]]:
+def metrics_of_rank(store: dist.Store, rank: int, num: int) -> list[dict[str, float]]:
     """Steps so short that they share messages; each rank knows what its own samples add up to."""
     clock = (tick * 0.001 for tick in count())
     control = ControlChannel(_group(store, rank), 0, clock=lambda: next(clock))
     finished = []
     for step in range(1, NUM_STEPS + 1):
-        num = counts[rank]
         # loss sum, count, gradient norm, and sum and count of the two metrics, the second with a count of its own
         numbers = torch.tensor([2.0 * num, num, 1.0, float(step * rank), num, 20.0, 2.0], dtype=torch.float64)
         result = StepResult(step, numbers, num_samples=num, samples_digest=0, metric_names=("accuracy", "length"))
@@ -141,20 +139,11 @@ def metrics_of_rank(store: dist.Store, rank: int, counts: list[int]) -> list[dic
     return [dict(stats.metrics) for stats in finished]
 
 
-@pytest.mark.parametrize("counts", [[4, 4], [1, 7], [0, 8]])
-def test_metrics_of_the_task_are_means_over_all_ranks(counts: list[int]) -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(metrics_of_rank, store, rank, counts) for rank in range(2)]
-        leader, other = (rank.result() for rank in ranks)
-    assert leader == other
-    assert leader == [{"accuracy": step / 8, "length": 10.0} for step in range(1, NUM_STEPS + 1)]
-
-
-def test_metrics_of_a_step_in_which_nothing_counts_are_unknown() -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        ranks = [pool.submit(metrics_of_rank, store, rank, [0, 0]) for rank in range(2)]
-        for rank in ranks:
-            assert all(math.isnan(metrics["accuracy"]) for metrics in rank.result())
-            assert all(metrics["length"] == 10.0 for metrics in rank.result())  # which has a count of its own
+@pytest.mark.parametrize(("ours", "theirs", "share"), [(4, 4, 1 / 8), (1, 7, 1 / 8), (0, 8, 1 / 8), (0, 0, math.nan)])
+def test_metrics_are_means_over_all_ranks_and_unknown_where_nothing_counts(
+    ours: int, theirs: int, share: float
+) -> None:
+    for found in on_two_ranks(metrics_of_rank, (ours,), (theirs,)):
+        assert [metrics["length"] for metrics in found] == [10.0] * NUM_STEPS  # which has a count of its own
+        accuracies = [step * share for step in range(1, NUM_STEPS + 1)]
+        assert [metrics["accuracy"] for metrics in found] == pytest.approx(accuracies, rel=0, abs=0, nan_ok=True)

@@ -7,8 +7,9 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,52 +27,13 @@ from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.orchestration.supervisor import Abort, Dump, Lose, Record, Release
 from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
 from steadfast.plan import End
+from steadfast.run import events
 from steadfast.run.directory import STEPS, Request, RunDirectory
-from steadfast.run.events import (
-    AttemptEnded,
-    AttemptStarted,
-    Failure,
-    Finished,
-    ForwardsShrunk,
-    Hang,
-    Notice,
-    RunStarted,
-    Scale,
-    ShortStep,
-    Silent,
-)
 from steadfast.run.owner import Ownership, read_owner
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
 from steadfast.telemetry.console import Console
-from tests.support.events import event_lines
-
-
-def failure(kind: FailureKind, attempt: int = 1) -> FailureReport:
-    return FailureReport(kind, attempt, step=7, message="another attempt has taken over", traceback="")
-
-
-async def partition(folder: Path, come_back: Any) -> tuple[Coordinator, Any]:
-    """Two workers make a world; one is cut off, and the other goes on alone. Then `come_back(coordinator, member)`."""
-    directory = RunDirectory(LocalStore(folder))
-    directory.check_writable()
-    ownership = Ownership.claim(directory.store)
-    membership = Membership.of(ScalingConfig(num_workers=(1, 2)), expected=2)
-    subject = Coordinator(RecoveryConfig(), membership, directory, ownership)
-    here, cut_off = (Member(name, actor=None, node=name) for name in ("here", "cut_off"))
-    assignments = await asyncio.gather(subject.join(here), subject.join(cut_off))
-    assert [each.attempt for each in assignments] == [1, 1]
-    subject.lose("cut_off", "not heard of for 5 s")
-    await subject.failed("here", failure(FailureKind.PEER))
-    assert (await subject.join(here)).attempt == 2
-    answer = await come_back(subject, cut_off)
-    await subject.close()
-    return subject, answer
-
-
-def told(subject: Coordinator, name: str) -> list[int | None]:
-    """The attempts of the events so called."""
-    return [event.get("attempt") for event in event_lines(subject._directory) if event["event"] == name]
+from tests.support.events import attempt_started, event_lines
 
 
 @pytest.fixture(autouse=True)
@@ -79,33 +41,36 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.kill", lambda actor: None)
 
 
-@pytest.mark.parametrize("kind", FailureKind)
-def test_its_failure_ends_neither_the_attempt_under_way_nor_the_run(tmp_path: Path, kind: FailureKind) -> None:
-    subject, over = asyncio.run(partition(tmp_path, lambda it, member: it.failed(member.name, failure(kind))))
-    assert not over
-    assert told(subject, "attempt_ended") == [1]
+async def cut_c_off(worlds: Worlds) -> None:
+    """Take c for dead, and let the others go on without it in a second attempt."""
+    await worlds.form()
+    worlds.subject.lose("c", "not heard of for 5 s")
+    await worlds.fail("a", "b")
+    await worlds.form()
+    assert worlds.attempt == 2
 
 
-def test_what_it_finished_without_the_others_does_not_count(tmp_path: Path) -> None:
-    subject, _ = asyncio.run(partition(tmp_path, lambda it, _: it.publish(Finished(attempt=1, summary={"step": 9}))))
-    assert told(subject, "finished") == []
-    assert not subject.over
+@pytest.mark.parametrize(
+    ("name", "kind", "attempt"), [*(("c", kind, 1) for kind in FailureKind), ("new", FailureKind.EXCEPTION, 0)]
+)
+def test_failure_outside_of_the_world_ends_nothing(tmp_path: Path, name: str, kind: FailureKind, attempt: int) -> None:
+    async def story(worlds: Worlds) -> None:
+        await cut_c_off(worlds)
+        report = FailureReport(kind, attempt, step=7, message="another attempt has taken over", traceback="")
+        assert not await worlds.subject.failed(name, report)
+
+    assert [ended.attempt for ended in play(tmp_path, story).directory.events(events.AttemptEnded)] == [1]
 
 
-def test_it_gets_no_assignment_without_heartbeats(tmp_path: Path) -> None:
-    _, answer = asyncio.run(partition(tmp_path, lambda it, member: it.join(member)))
-    assert answer is Leave.RELEASED
+def test_a_worker_that_was_cut_off_is_not_let_in_and_what_it_finished_alone_does_not_count(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        await cut_c_off(worlds)
+        await worlds.subject.publish(events.Finished(attempt=1, summary={"step": 9}))
+        assert await worlds.subject.join(Member("c", None, "c")) is Leave.RELEASED
 
-
-def test_every_worker_is_told_where_the_run_ended_before(tmp_path: Path) -> None:
-    RunDirectory(LocalStore(tmp_path)).record(ShortStep(step=13, position=165))
-
-    async def form(worlds: Worlds) -> None:
-        places = await asyncio.gather(*(worlds.subject.join(Member(name, None, name)) for name in "abc"))
-        amended = [place.amendments for place in places if isinstance(place, WorldAssignment)]
-        assert [amendments.ends for amendments in amended] == [(End(13, 165),)] * 3
-
-    play(tmp_path, form)
+    worlds = play(tmp_path, story)
+    assert worlds.directory.events(events.Finished) == []
+    assert not worlds.subject.over
 
 
 def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_smaller_forwards(tmp_path: Path) -> None:
@@ -119,10 +84,10 @@ def test_memory_that_runs_out_is_charged_to_nobody_and_the_next_world_runs_small
 
     worlds = play(tmp_path, story)
     assert worlds.told() == []
-    (shrunk,) = worlds.directory.events(ForwardsShrunk)
+    (shrunk,) = worlds.directory.events(events.ForwardsShrunk)
     assert (shrunk.step, shrunk.forward_size, shrunk.error) == (8, 4, "CUDA out of memory.")
     assert shrunk.rank == worlds.subject.membership.rank_of("a")
-    (ended,) = worlds.directory.events(AttemptEnded)
+    (ended,) = worlds.directory.events(events.AttemptEnded)
     assert ended.cause == "out of memory"
     assert worlds.directory.amendments().forward_size == 4
 
@@ -158,9 +123,9 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
     worlds = play(tmp_path, story, kind=kind)
     assert killed == ["the actor of b"]
     assert worlds.told() == [("corruption", "b", False)]
-    (failure,) = worlds.directory.events(Failure)
+    (failure,) = worlds.directory.events(events.Failure)
     assert (failure.node, failure.error) == ("node of b", "computed wrongly in step 8")
-    ended = worlds.directory.events(AttemptEnded)
+    ended = worlds.directory.events(events.AttemptEnded)
     assert ended[0].cause == "corruption"
 
 
@@ -176,14 +141,14 @@ def test_a_machine_that_always_computes_wrongly_ends_the_run_within_its_budget(t
 
     worlds = play(tmp_path, story, max_failures=3)
     assert worlds.told() == [("corruption", "b", False)] * 4 + [("corruption", None, True)]
-    *_, fatal = worlds.directory.events(Failure)
+    *_, fatal = worlds.directory.events(events.Failure)
     assert fatal.error == "4 failures (corruption) and no step beyond 7; recovery allows 3 in a row"
 
 
 def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(tmp_path: Path) -> None:
-    RunDirectory(LocalStore(tmp_path)).record(RunStarted(launcher="ray"))
+    RunDirectory(LocalStore(tmp_path)).record(events.RunStarted(launcher="ray"))
     for kind, node in (("corruption", "bad"), ("worker", "good")):
-        RunDirectory(LocalStore(tmp_path)).record(Failure(kind=kind, member="b", node=node, error="..."))
+        RunDirectory(LocalStore(tmp_path)).record(events.Failure(kind=kind, member="b", node=node, error="..."))
 
     async def story(worlds: Worlds) -> None:
         assert await worlds.subject.corrupted_nodes() == ["bad"]
@@ -191,22 +156,14 @@ def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(t
     play(tmp_path, story)
 
 
-def test_a_newcomer_that_fails_before_it_is_in_a_world_ends_no_attempt(tmp_path: Path) -> None:
-    subject, over = asyncio.run(
-        partition(tmp_path, lambda it, _: it.failed("new", failure(FailureKind.EXCEPTION, attempt=0)))
-    )
-    assert not over
-    assert told(subject, "attempt_ended") == [1]
-
-
 def test_a_newcomer_that_fell_silent_before_it_came_is_sent_away_and_told_of_once(tmp_path: Path) -> None:
-    async def come(it: Coordinator, _: Member) -> list[Any]:
-        it.lose("new", "not heard of for 5 s")
-        return [await it.join(Member("new", actor=None, node="new")) for _ in range(2)]
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        worlds.subject.lose("new", "not heard of for 5 s")
+        for _ in range(2):
+            assert await worlds.subject.join(Member("new", None, "new")) is Leave.RELEASED
 
-    subject, answers = asyncio.run(partition(tmp_path, come))
-    assert answers == [Leave.RELEASED] * 2
-    assert len(told(subject, "failure")) == 2  # with that of the one that was cut off
+    assert play(tmp_path, story).told() == [("worker", "new", False)]
 
 
 ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"
@@ -230,9 +187,7 @@ class Worlds:
         places = await asyncio.gather(*map(self.subject.join, members))
         (self.attempt,) = {place.attempt for place in places if isinstance(place, WorldAssignment)}
         if starts:
-            seconds = dict.fromkeys(("detected_s", "formed_s", "built_s", "restored_s", "first_step_s"), 0.0)
-            started = AttemptStarted(attempt=self.attempt, step=0, source="start", world_size=3, **seconds)
-            await self.subject.publish(started)
+            await self.subject.publish(attempt_started(self.attempt, world_size=3))
         if step:
             self.directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
 
@@ -323,9 +278,7 @@ async def a_death_that_is_told_after_the_next_world_has_formed(worlds: Worlds) -
 
 
 @pytest.mark.parametrize("what", [a_death_before, an_exception_of_another])
-def test_a_failure_names_rank_process_and_host_of_its_worker(
-    tmp_path: Path, what: Callable[[Worlds], Awaitable[None]]
-) -> None:
+def test_failure_names_rank_process_and_host(tmp_path: Path, what: Callable[[Worlds], Awaitable[None]]) -> None:
     ranks: tuple[str, ...] = ()
 
     async def story(worlds: Worlds) -> None:
@@ -366,19 +319,17 @@ def test_survivors_are_not_charged_for_what_has_ended_their_world_and_do_not_wai
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
-def test_a_world_that_breaks_while_all_live_is_charged_once_and_its_error_is_told(
-    tmp_path: Path, kind: type[Coordinator]
-) -> None:
+def test_world_that_breaks_while_all_live_is_charged_once_by_error(tmp_path: Path, kind: type[Coordinator]) -> None:
     async def story(worlds: Worlds) -> None:
         await worlds.form()
         assert await worlds.fail("a", "b", "c") == [False] * 3
 
     worlds = play(tmp_path, story, kind=kind)
     assert worlds.told() == [("communication", "one of them", False)]
-    (event,) = worlds.directory.events(Failure)
+    (event,) = worlds.directory.events(events.Failure)
     assert (event.error, event.traceback, event.step) == (ERROR, "Traceback: ...", 7)
     assert "no socket interface found" in event.line()
-    (ended,) = worlds.directory.events(AttemptEnded)
+    (ended,) = worlds.directory.events(events.AttemptEnded)
     assert ended.cause == "communication failed"
 
 
@@ -397,28 +348,34 @@ def test_two_worlds_without_a_step_end_the_run_with_the_error_and_what_to_do(
     worlds = play(tmp_path, story, kind=kind)
     charged = ("communication", "one of them", False)
     assert worlds.told() == [charged, charged, ("communication", None, True)]
-    *_, fatal = worlds.directory.events(Failure)
+    *_, fatal = worlds.directory.events(events.Failure)
     for part in (ERROR, "2 attempts in a row", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO"):
         assert part in fatal.error
 
 
 @pytest.mark.usefixtures("quick")
-def test_worlds_that_finish_steps_in_between_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_worlds_that_finish_steps_in_between_go_on(tmp_path: Path, dies: bool) -> None:
+    living, charged = "abc", ("communication", "one of them", False)
+    if dies:
+        living, charged = "ab", ("worker", "c", False)
+
     async def story(worlds: Worlds) -> None:
         for number in range(1, 7):
             await worlds.form(starts=number % 2 == 0, step=number)
-            await worlds.fail("a", "b", "c")
+            if dies:
+                worlds.subject.lose("c", "connection closed")
+            await worlds.fail(*living)
+            worlds.subject._dead.clear()  # another one takes its name
 
     worlds = play(tmp_path, story, max_failures=1)
-    assert worlds.told() == [("communication", "one of them", False)] * 6
+    assert worlds.told() == [charged] * 6
     assert not worlds.subject.over
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("max_failures", [0, 3])
-def test_a_thousand_failures_that_no_death_explains_end_the_run_within_its_budget(
-    tmp_path: Path, max_failures: int
-) -> None:
+def test_failures_that_no_death_explains_end_the_run_within_its_budget(tmp_path: Path, max_failures: int) -> None:
     """Each world does the same step again, so that it is the budget that ends the run."""
 
     async def story(worlds: Worlds) -> None:
@@ -430,24 +387,10 @@ def test_a_thousand_failures_that_no_death_explains_end_the_run_within_its_budge
 
     worlds = play(tmp_path, story, max_failures=max_failures)
     assert len(worlds.told()) == max_failures + 2  # and the one that tells of the end
-    *_, fatal = worlds.directory.events(Failure)
-    assert fatal.budget == f"{max_failures + 1} failures (communication) and no step beyond 5; recovery allows " + (
-        f"{max_failures} in a row"
-    )
+    *_, fatal = worlds.directory.events(events.Failure)
+    failures = f"{max_failures + 1} failures (communication)"
+    assert fatal.budget == f"{failures} and no step beyond 5; recovery allows {max_failures} in a row"
     assert ERROR in fatal.error
-
-
-def test_thirty_deaths_charge_nothing_to_communication(tmp_path: Path) -> None:
-    async def story(worlds: Worlds) -> None:
-        for number in range(1, 31):
-            await worlds.form(starts=True, step=number)
-            worlds.subject.lose("c", "connection closed")
-            await worlds.fail("a", "b")
-            del worlds.subject._dead["c"]  # another one takes its name
-
-    worlds = play(tmp_path, story, silence_s=LONG_S, max_failures=1)
-    assert worlds.told() == [("worker", "c", False)] * 30
-    assert not worlds.subject.over
 
 
 async def lose_two(worlds: Worlds, late: bool) -> None:
@@ -471,7 +414,7 @@ def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bo
 
     worlds = play(tmp_path, story, silence_s=LONG_S, max_failures=1)
     assert [member for kind, member, fatal in worlds.told() if not fatal] == ["b", "c"] * 2
-    (fatal,) = (event for event in worlds.directory.events(Failure) if event.fatal)
+    (fatal,) = (event for event in worlds.directory.events(events.Failure) if event.fatal)
     assert fatal.error == "2 failures (worker) and no step beyond 5; recovery allows 1 in a row"
     assert fatal.kind == "worker"  # not "ours", which would be bad usage before the first step
 
@@ -494,8 +437,20 @@ def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
         directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
     nothing = cast(Any, None)
     fit = Fit(nothing, None, directory, Console(), nothing, 2, 2, "", only_saves=False)
-    error = fit._explained(Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
+    error = fit._explained(events.Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
     assert (error.exit_code, str(error)) == (code, says)
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 3), (None, 3)])
+def test_command_ends_with_three_when_its_run_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str | None, code: int
+) -> None:
+    monkeypatch.setattr(Fit, "_fit", lambda self: None)
+    monkeypatch.setattr("steadfast.orchestration.trainer.ray.get", lambda asked, timeout: None)
+    directory = RunDirectory(LocalStore(tmp_path))
+    fit = Fit(Mock(), Mock(), directory, Mock(), Mock(stopping=True), 2, 2, "", only_saves=False)
+    fit._summary = {"status": status} if status else None
+    assert fit.result() == code
 
 
 @pytest.mark.parametrize(("cluster", "raised"), [("", RayDied), ("10.0.0.1:6379", None)])
@@ -526,27 +481,21 @@ def test_the_signal_that_stops_the_run_is_published_once(tmp_path: Path, monkeyp
     fit._say_stopping("SIGTERM to pid 7 on h")
     fit._show_events()
     fit._show_events()
-    notice = Notice(text="SIGTERM to pid 7 on h: the run stops after this step")
+    notice = events.Notice(text="SIGTERM to pid 7 on h: the run stops after this step")
     coordinator.publish.remote.assert_called_once_with(notice)
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_succeeding_coordinator_charges_losses_of_its_predecessor_once(tmp_path: Path, late: bool) -> None:
-    RunDirectory(LocalStore(tmp_path)).record(RunStarted(launcher="ray"))
-
-    async def first(worlds: Worlds) -> None:
-        await lose_two(worlds, late)
-
-    play(tmp_path, first, silence_s=LONG_S)
+    RunDirectory(LocalStore(tmp_path)).record(events.RunStarted(launcher="ray"))
+    play(tmp_path, partial(lose_two, late=late), silence_s=LONG_S)
     LocalStore(tmp_path).delete("owner.json")  # the claim of the first
 
     async def second(worlds: Worlds) -> None:
         budgets = worlds.subject._budgets
         assert budgets.spend("worker", 0, attempt=2) is None
-        assert (
-            budgets.spend("worker", 0, attempt=3)
-            == "3 failures (worker) and no step beyond 0; recovery allows 2 in a row"
-        )
+        exceeded = "3 failures (worker) and no step beyond 0; recovery allows 2 in a row"
+        assert budgets.spend("worker", 0, attempt=3) == exceeded
 
     play(tmp_path, second, silence_s=LONG_S, max_failures=2)
 
@@ -561,9 +510,7 @@ def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
         await asyncio.sleep(4 * SHORT_S)  # they import and build
         assert not worlds.subject._dead
         await worlds.form()
-        until = asyncio.get_running_loop().time() + LONG_S / 2
-        while len(worlds.told()) < 3 and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(SHORT_S)
+        await until(lambda: len(worlds.told()) >= 3)
         for _, writer in connections:
             writer.close()
             await writer.wait_closed()
@@ -571,14 +518,12 @@ def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
         worlds.subject.heartbeats._watching.cancel()
 
     worlds = play(tmp_path, story)
-    lost = {failure.member: failure.error for failure in worlds.directory.events(Failure)}
+    lost = {failure.member: failure.error for failure in worlds.directory.events(events.Failure)}
     assert lost.keys() == set("abc")
     assert all(error.startswith("not heard of for 0.") for error in lost.values())
 
 
-def test_a_number_that_storage_refuses_is_asked_for_again_and_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_attempt_is_tried_again_and_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.orchestration.coordinator._STORAGE_S", 0.01)
     honest, refused = Ownership.next_attempt, [OSError("the disk is gone")] * 5
 
@@ -594,7 +539,7 @@ def test_a_number_that_storage_refuses_is_asked_for_again_and_told_once(
         assert worlds.attempt == 1
 
     worlds = play(tmp_path, story)
-    assert [notice.text for notice in worlds.directory.events(Notice)] == [
+    assert [notice.text for notice in worlds.directory.events(events.Notice)] == [
         "no world can form until storage can be written: the disk is gone"
     ]
 
@@ -616,7 +561,7 @@ def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
         await worlds.form()
         subject = worlds.subject
-        subject._carry_out([Record(Silent(member="a", seconds=1.0, answers=True, ends_s=5.0)), Dump(1)])
+        subject._carry_out([Record(events.Silent(member="a", seconds=1.0, answers=True, ends_s=5.0)), Dump(1)])
         assert subject.heartbeats.commands == Commands(dump=1)
         subject._carry_out([Release(("c",))])
         assert subject.heartbeats.commands == Commands(dump=1, leave=1)
@@ -628,7 +573,7 @@ def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
 
     worlds = play(tmp_path, story)
     assert worlds.told() == [("hang", "b", False)]
-    assert len(worlds.directory.events(Silent)) == 1
+    assert len(worlds.directory.events(events.Silent)) == 1
 
 
 def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
@@ -638,8 +583,22 @@ def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
             silence = Silence(seconds, answers=True, nobody_heard=False, stretch=1.0)
             assert worlds.subject._patience("a", silence) == SHORT_S
 
-    (silent,) = play(tmp_path, story).directory.events(Silent)
+    (silent,) = play(tmp_path, story).directory.events(events.Silent)
     assert (silent.attempt, silent.member) == (1, "a")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S / 2):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def watching(worlds: Worlds) -> AsyncIterator[None]:
+    """Have the coordinator look for what no call reports."""
+    task = asyncio.ensure_future(worlds.subject._watch())
+    yield
+    task.cancel()
 
 
 @pytest.fixture
@@ -660,22 +619,34 @@ def test_a_worker_that_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> No
 
     async def story(worlds: Worlds) -> None:
         await worlds.form()
-        watching = asyncio.ensure_future(worlds.subject._watch())
-        await report(worlds, 1.0)
-        while "b" in worlds.subject.members:
-            await report(worlds, 100.0)
+        async with watching(worlds):
+            await report(worlds, 1.0)
+            while "b" in worlds.subject.members:
+                await report(worlds, 100.0)
         assert worlds.subject.heartbeats.commands == Commands(aborted=1)
-        watching.cancel()
 
     worlds = play(tmp_path, story)
-    (hang,) = worlds.directory.events(Hang)
+    (hang,) = worlds.directory.events(events.Hang)
     assert (hang.phase, hang.guess, hang.stacks) == ("forward", "stuck", str(tmp_path / "stacks"))
     assert worlds.told() == [("hang", "b", False)]
 
 
-def watch(worlds: Worlds) -> Awaitable[None]:
-    """Have a coordinator watch until its run is over."""
-    return asyncio.wait_for(worlds.subject._watch(), LONG_S / 2)
+def test_coordinator_releases_the_workers_of_a_draining_node_and_admits_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("steadfast.orchestration.coordinator.draining_nodes", lambda: {"b": 1.8e9})
+
+    async def story(worlds: Worlds) -> None:
+        await worlds.form()
+        await worlds.subject._check_drains()
+        assert worlds.subject.heartbeats.commands == Commands(leave=1)
+        joining = worlds.subject.join(Member("d", None, node="b"))
+        assert await asyncio.wait_for(joining, LONG_S / 2) is Leave.RELEASED
+        worlds.subject.lose("b", "connection closed")
+
+    worlds = play(tmp_path, story)
+    assert worlds.told() == [("preemption", "b", False)]
+    assert [event.members for event in worlds.directory.events(events.Preemption)] == [("b",)]
 
 
 @pytest.mark.usefixtures("watched")
@@ -684,9 +655,9 @@ def test_a_run_that_another_command_has_taken_over_is_given_up(tmp_path: Path) -
 
     async def story(worlds: Worlds) -> None:
         worlds.subject._ownership.lost = why
-        await watch(worlds)
+        await asyncio.wait_for(worlds.subject._watch(), LONG_S / 2)
 
-    (failure,) = play(tmp_path, story).directory.events(Failure)
+    (failure,) = play(tmp_path, story).directory.events(events.Failure)
     assert (failure.kind, failure.fatal, failure.error) == ("ours", True, why)
 
 
@@ -698,10 +669,10 @@ def test_the_coordinator_of_a_killed_command_writes_no_failure_into_the_next_com
         assert owner is not None
         write_json(store, "owner.json", asdict(replace(owner, token="of the next command")))
         assert await worlds.subject._next_attempt(("a",)) is None
-        (shown,) = [event for event in await worlds.subject.events(0, stop=False) if isinstance(event, Failure)]
+        (shown,) = [event for event in await worlds.subject.events(0, stop=False) if isinstance(event, events.Failure)]
         assert "another command has taken over" in shown.error
 
-    assert play(tmp_path, story).directory.events(Failure) == []
+    assert play(tmp_path, story).directory.events(events.Failure) == []
 
 
 @pytest.mark.usefixtures("watched")
@@ -720,60 +691,52 @@ def test_a_check_that_fails_is_not_the_last(
 
     async def story(worlds: Worlds) -> None:
         worlds.directory.request_scale(1, 1)
-        watching = asyncio.ensure_future(watch(worlds))
-        while worlds.subject.membership.largest != 1:
-            await asyncio.sleep(0.01)
-        watching.cancel()
+        async with watching(worlds):
+            await until(lambda: worlds.subject.membership.largest == 1)
 
     worlds = play(tmp_path, story)
-    assert [event.after for event in worlds.directory.events(Scale)] == [(1, 1)]
+    assert [event.after for event in worlds.directory.events(events.Scale)] == [(1, 1)]
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("watched")
-def test_a_worker_is_killed_on_request_and_its_death_is_not_declared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_is_killed_on_request_and_no_death_is_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
     monkeypatch.setattr("ray.kill", killed.append)
 
+    async def request_kill(directory: RunDirectory, rank: int) -> None:
+        directory.request_kill(rank)
+        await until(lambda: not directory.has_request())
+
     async def story(worlds: Worlds) -> None:
-        watching = asyncio.ensure_future(watch(worlds))
-        worlds.directory.request_kill(0)
-        while worlds.directory.has_request():  # without a world there is no worker to kill
-            await asyncio.sleep(0.01)
-        members = [Member(name, f"actor of {name}", name) for name in "abc"]
-        await asyncio.gather(*map(worlds.subject.join, members))
-        for rank in (7, 1):
-            worlds.directory.request_kill(rank)
-            while worlds.directory.has_request():
-                await asyncio.sleep(0.01)
-        while not killed:
-            await asyncio.sleep(0.01)
-        watching.cancel()
+        async with watching(worlds):
+            await request_kill(worlds.directory, 0)  # without a world there is no worker to kill
+            members = [Member(name, f"actor of {name}", name) for name in "abc"]
+            await asyncio.gather(*map(worlds.subject.join, members))
+            await request_kill(worlds.directory, 7)
+            await request_kill(worlds.directory, 1)
+            await until(lambda: bool(killed))
 
     worlds = play(tmp_path, story)
     name = worlds.subject.membership.world[1]
     assert killed == [f"actor of {name}"]
-    (notice,) = worlds.directory.events(Notice)
+    (notice,) = worlds.directory.events(events.Notice)
     assert notice.text == f"rank 1 (worker {name}) is killed, as a user has requested"
     assert worlds.told() == []
 
 
 @pytest.mark.usefixtures("watched")
-def test_a_run_ends_after_a_long_shortage_and_says_what_is_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_ends_after_a_long_shortage_and_says_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": 3.0})
 
     async def story(worlds: Worlds) -> None:
         worlds.subject.membership.rescale(2, 3)
         worlds.subject._wait_s = 0.05
         joining = asyncio.ensure_future(worlds.subject.join(Member("a", None, "a")))
-        await watch(worlds)
+        await asyncio.wait_for(worlds.subject._watch(), LONG_S / 2)
         assert await joining is Leave.RUN_ENDED
 
-    (failure,) = play(tmp_path, story).directory.events(Failure)
+    (failure,) = play(tmp_path, story).directory.events(events.Failure)
     assert failure.error == (
         "waited 0.05 s for workers: 1 of at least 2 (scaling.num_workers) have joined; 3 CPUs and 0 GPUs are free. "
         "Add nodes, and give the same command again"
@@ -798,10 +761,7 @@ class Answers:
 
     async def take(self, count: int) -> dict[str, WorldAssignment | Leave]:
         """Wait for answers to as many workers, and forget them."""
-        until = asyncio.get_running_loop().time() + LONG_S / 2
-        while len(self.lines) < count:
-            assert asyncio.get_running_loop().time() < until
-            await asyncio.sleep(0.01)
+        await until(lambda: len(self.lines) >= count)
         told, self.lines = self.lines, []
         return {name: self._read(json.loads(line)["answer"]) for name, line in told}
 
@@ -814,7 +774,7 @@ def newcomer(name: str) -> Member:
 
 
 def test_a_worker_that_waits_for_a_world_occupies_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RunDirectory(LocalStore(tmp_path)).record(ShortStep(step=13, position=165))
+    RunDirectory(LocalStore(tmp_path)).record(events.ShortStep(step=13, position=165))
 
     async def story(worlds: Worlds) -> None:
         answers = Answers(worlds, monkeypatch)
@@ -830,9 +790,7 @@ def test_a_worker_that_waits_for_a_world_occupies_no_call(tmp_path: Path, monkey
     play(tmp_path, story)
 
 
-def test_a_worker_that_asks_again_has_its_place_once_and_is_told_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_that_asks_again_is_told_its_one_place_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(worlds: Worlds) -> None:
         answers = Answers(worlds, monkeypatch)
         # Ray repeats a call, and so does a worker that comes to another coordinator.
@@ -844,9 +802,7 @@ def test_a_worker_that_asks_again_has_its_place_once_and_is_told_it_again(
         assert worlds.subject.membership._waiting == {}  # it still trains
         for name in "abc":
             await worlds.subject.ask(newcomer(name), 1)
-        assert {place.attempt for place in (await answers.take(3)).values() if isinstance(place, WorldAssignment)} == {
-            2
-        }
+        assert [getattr(place, "attempt", None) for place in (await answers.take(3)).values()] == [2] * 3
 
     play(tmp_path, story)
 
@@ -863,9 +819,7 @@ def test_a_worker_that_asks_once_the_run_is_over_is_told_so(tmp_path: Path, monk
     play(tmp_path, story)
 
 
-def test_an_error_of_the_coordinator_does_not_leave_a_worker_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_the_coordinator_leaves_no_worker_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(worlds: Worlds) -> None:
         answers = Answers(worlds, monkeypatch)
         monkeypatch.setattr(worlds.subject.membership, "join", Mock(side_effect=ZeroDivisionError("a fault")))
@@ -873,6 +827,6 @@ def test_an_error_of_the_coordinator_does_not_leave_a_worker_waiting(
         assert await answers.take(1) == {"a": Leave.RUN_ENDED}
 
     worlds = play(tmp_path, story)
-    (failure,) = worlds.directory.events(Failure)
+    (failure,) = worlds.directory.events(events.Failure)
     assert failure.fatal
     assert "ZeroDivisionError: a fault" in failure.error

@@ -1,7 +1,5 @@
 """Datasets: text, tokens, and what a target may return."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path

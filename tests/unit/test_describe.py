@@ -1,7 +1,5 @@
 """What `config` prints: every key, and YAML that is the defaults."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -11,12 +9,12 @@ import jsonschema
 import pytest
 import yaml
 
-from steadfast.cli import main
 from steadfast.config import parse_config
 from steadfast.config.base import Section
 from steadfast.config.describe import SECTIONS, describe, json_schema
 from steadfast.config.document import Loader
 from steadfast.config.schema import Config
+from tests.support.verbs import printed
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -46,17 +44,11 @@ def _is_shown(section: type[Section]) -> bool:
 
 
 def test_one_section_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["config", "optimizer"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys, "config", "optimizer").out
     assert text.startswith("optimizer:\n")
     assert "  kind: adamw\n" in text
     assert "  # kind: sgd\n" in text
     assert "model:" not in text
-
-
-def test_a_section_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["config", "optimiser"]) == 2
-    assert "there is no section optimiser; there are: run, cluster" in capsys.readouterr().err
 
 
 @cache
@@ -99,12 +91,6 @@ def test_the_schema_refuses_unknown_keys_and_wrong_values(text: str) -> None:
 
 
 def test_the_schema_has_the_meaning_of_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["config", "--schema"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed(capsys, "config", "--schema").out)
     assert found == json_schema()
     assert "for any number of workers" in found["$defs"]["BatchConfig"]["properties"]["global_size"]["description"]
-
-
-def test_the_schema_of_one_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(0.0, ["config", "run", "--schema"]) == 2
-    assert "takes no section: config --schema > FILE" in capsys.readouterr().err

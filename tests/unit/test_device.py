@@ -1,7 +1,5 @@
 """Which device a worker takes, and how it computes, with a fake in place of CUDA."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from steadfast import worker
-from steadfast.config import Config, diff, parse_config
+from steadfast.config import Config, parse_config
 from steadfast.errors import UsageError
 from steadfast.launch.torchrun import run_under_torchrun
 from steadfast.orchestration import worker_runtime
@@ -215,9 +213,7 @@ def test_deterministic_sets_what_is_not_set(numerics: None, variables: pytest.Mo
     assert not torch.backends.cudnn.benchmark
 
 
-def test_a_worker_sets_how_it_computes_before_anything_is_built(
-    numerics: None, variables: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_worker_sets_numerics_before_it_builds(numerics: None, variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[bool, str | None]] = []
 
     class Enough(Exception):
@@ -235,11 +231,3 @@ def test_a_worker_sets_how_it_computes_before_anything_is_built(
     assert isinstance(told[0], Enough)
     assert seen == [(True, "Ring")]
     assert torch.backends.cuda.matmul.allow_tf32
-
-
-def test_a_resume_may_compute_otherwise_and_tells_of_it() -> None:
-    old, new = parse_config("", "x.yaml"), parse_config("", "x.yaml", ["run.deterministic=true", "precision.tf32=true"])
-    assert [tuple(change) for change in diff(old, new)] == [
-        ("run.deterministic", False, True, False, False),
-        ("precision.tf32", False, True, False, False),
-    ]

@@ -1,9 +1,5 @@
 """The digest of gradients: each flip of a bit changes it, and nothing else does."""
 
-from __future__ import annotations
-
-from operator import mul
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,9 +34,7 @@ def some(size: int, dtype: torch.dtype, seed: int) -> Tensor:
     bit=st.integers(0, 63),
     seed=st.integers(0, 2**32),
 )
-def test_a_flip_of_any_single_bit_changes_it(
-    dtype: torch.dtype, size: int, chunk: int, element: int, bit: int, seed: int
-) -> None:
+def test_a_flipped_bit_changes_it(dtype: torch.dtype, size: int, chunk: int, element: int, bit: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CHUNK", chunk)
         module._weights.cache_clear()
@@ -55,6 +49,7 @@ def test_a_flip_of_any_single_bit_changes_it(
 
 
 def test_every_bit_of_a_tensor_has_a_digest_of_its_own() -> None:
+    assert bool((module._weights(torch.device("cpu")) % 2).all()), "a difference in one word must not vanish"
     for dtype in DTYPES:
         tensor = some(16, dtype, seed=1)
         width = 8 * tensor.element_size()
@@ -89,29 +84,6 @@ def test_numbers_that_change_places_change_it_also_across_chunks_and_tensors(mon
     found |= {of(numbers[:4], numbers[4:]), of(numbers[4:], numbers[:4]), of(numbers[4:])}
     # As chunks of one tensor or as tensors of their own: the same words in the same places.
     assert len(found) == 5
-    module._weights.cache_clear()
-
-
-def test_zeros_of_both_signs_differ_and_a_nan_equals_itself() -> None:
-    assert of(torch.tensor([0.0])) != of(torch.tensor([-0.0]))
-    assert of(torch.tensor([torch.nan])) == of(torch.tensor([torch.nan]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_it_is_integer_arithmetic_modulo_2_to_the_64(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python's integers have it, which never overflow; so it is the same on any device, in any order."""
-    monkeypatch.setattr(module, "_CHUNK", 16)
-    module._weights.cache_clear()
-    tensor = some(75, dtype, seed=3)
-    words = tensor.view(torch.int16 if dtype is torch.bfloat16 else torch.int32).tolist()
-    weights = module._weights(tensor.device).tolist()
-    assert all(weight % 2 for weight in weights)
-    assert len(set(weights)) == 16
-    expected = 0
-    for start in range(0, len(words), 16):
-        chunk = words[start : start + 16]
-        expected = expected * module._GOLDEN_GAMMA + sum(map(mul, chunk, weights[: len(chunk)]))
-    assert of(tensor) % 2**64 == expected % 2**64
     module._weights.cache_clear()
 
 

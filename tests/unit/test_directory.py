@@ -1,7 +1,5 @@
 """The directory of a run on storage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,6 @@ def test_a_folder_in_which_something_lies_is_not_new(directory: RunDirectory) ->
     assert directory.check_writable()
     directory.store.commit("model.safetensors", b"x")
     assert not directory.check_writable()
-
-
-def test_a_configuration_that_cannot_be_read_is_not_taken_for_none(directory: RunDirectory, tmp_path: Path) -> None:
-    (tmp_path / "run" / "config.yaml").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"config.yaml cannot be read"):
-        directory.stored_config()
 
 
 def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(

@@ -1,7 +1,5 @@
 """What `doctor` says of machines: a table of what may be wrong with them, and of what is not."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -36,18 +34,13 @@ from steadfast.doctor.network import SIZES_BYTES, CollectiveFigures, LinkFigures
 from steadfast.doctor.rounds import rounds
 from steadfast.storage import LocalStore
 from tests.support.json_tables import check_document
+from tests.support.verbs import printed
 
 CPU = torch.device("cpu")
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "CUDA": "13.0", "NCCL": "2.28.3", "driver": "580", "Ray": "2.60.0"}
 HEALTHY = NodeFacts(
-    versions={
-        "Python": "3.11.7",
-        "torch": "2.13.0",
-        "CUDA": "13.0",
-        "NCCL": "2.28.3",
-        "driver": "580",
-        "Ray": "2.60.0",
-    },
+    versions=VERSIONS,
     num_cpus=8,
     gpus=(Gpu("H100", 79 * GIB, 80 * GIB),),
     device="cuda",
@@ -61,10 +54,23 @@ HEALTHY = NodeFacts(
 )
 FAST = LinkFigures(1e-4, 1e9, intact=True)
 SLOW = LinkFigures(1e-4, 1e7, intact=True)
+DENIED = Sight(error="Permission denied")
 
 
 def of_package(name: str, version: str) -> NodeFacts:
-    return replace(HEALTHY, versions={**HEALTHY.versions, name: version})
+    return replace(HEALTHY, versions={**VERSIONS, name: version})
+
+
+def on_shm(free: int, total: int) -> NodeFacts:
+    return replace(HEALTHY, shared_memory=Space("/dev/shm", free, total))
+
+
+def on_disk(free: int, total: int) -> NodeFacts:
+    return replace(HEALTHY, disks=(Space("/data", free, total),))
+
+
+def beside_eth0(name: str) -> NodeFacts:
+    return replace(HEALTHY, interfaces=(*HEALTHY.interfaces, Interface(name, "10.1.0.5", True, 100000)))
 
 
 def test_a_healthy_node_is_summed_up_in_one_line() -> None:
@@ -78,20 +84,10 @@ def test_a_healthy_node_is_summed_up_in_one_line() -> None:
 PLANTED = {
     "ulimit": (replace(HEALTHY, num_open_files=256), "error", "256 files", "ulimit -n 65536"),
     "few files": (replace(HEALTHY, num_open_files=1000), "warning", "1000 files", "ulimit -n 65536"),
-    "container": (
-        replace(HEALTHY, shared_memory=Space("/dev/shm", 64 * 2**20, 64 * 2**20)),
-        "error",
-        "64.0 MiB of 64.0 MiB is free in /dev/shm",
-        "--shm-size",
-    ),
-    "no disk": (
-        replace(HEALTHY, disks=(Space("/data", GIB // 2, 5 * GIB),)),
-        "error",
-        "512.0 MiB of 5.0 GiB is free at /data",
-        "run.storage",
-    ),
-    "little disk": (replace(HEALTHY, disks=(Space("/data", 5 * GIB, 9 * GIB),)), "warning", "/data", "keep_last"),
-    "full disk": (replace(HEALTHY, disks=(Space("/tmp", 40 * GIB, 1000 * GIB),)), "warning", "/tmp", "95 % full"),
+    "container": (on_shm(64 * MIB, 64 * MIB), "error", "64.0 MiB of 64.0 MiB is free in /dev/shm", "--shm-size"),
+    "no disk": (on_disk(GIB // 2, 5 * GIB), "error", "512.0 MiB of 5.0 GiB is free at /data", "run.storage"),
+    "little disk": (on_disk(5 * GIB, 9 * GIB), "warning", "/data", "keep_last"),
+    "full disk": (on_disk(40 * GIB, 1000 * GIB), "warning", "/data", "95 % full"),
     "no memory": (replace(HEALTHY, free_memory_bytes=GIB // 2), "warning", "512.0 MiB of memory", "larger machine"),
     "interface": (
         replace(HEALTHY, variables={"GLOO_SOCKET_IFNAME": "ib0"}),
@@ -106,7 +102,7 @@ PLANTED = {
         "Unset GLOO_SOCKET_IFNAME",
     ),
     "slow interface": (
-        replace(HEALTHY, interfaces=(*HEALTHY.interfaces, Interface("ens6", "10.1.0.5", True, 100000))),
+        beside_eth0("ens6"),
         "warning",
         "eth0 has 10000 Mbit/s, and ens6 has 100000",
         "NCCL_SOCKET_IFNAME=ens6",
@@ -122,20 +118,16 @@ def test_what_is_wrong_with_a_node_is_found_and_has_its_remedy(planted: str) -> 
     assert finding.what.startswith("w1: ")
 
 
-def test_a_file_system_without_a_size_is_not_taken_for_a_full_one() -> None:
-    facts = replace(HEALTHY, disks=(Space("/mnt/bucket", 0, 0),), shared_memory=Space("/dev/shm", 0, 0))
-    assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
-
-
-@pytest.mark.parametrize("value", ["eth", "=eth0", "^docker", "ib,eth0"])
-def test_each_way_to_name_an_interface_is_understood(value: str) -> None:
-    facts = replace(HEALTHY, variables={"NCCL_SOCKET_IFNAME": value})
-    assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
-
-
-@pytest.mark.parametrize("name", ["docker0", "br-0a1b", "virbr0"])
-def test_an_interface_to_containers_is_no_faster_way(name: str) -> None:
-    facts = replace(HEALTHY, interfaces=(*HEALTHY.interfaces, Interface(name, "172.17.0.1", True, 100000)))
+@pytest.mark.parametrize(
+    "facts",
+    [
+        on_disk(0, 0),  # a file system without a size is not full
+        on_shm(0, 0),
+        *[replace(HEALTHY, variables={"NCCL_SOCKET_IFNAME": name}) for name in ("eth", "=eth0", "^docker", "ib,eth0")],
+        *[beside_eth0(name) for name in ("docker0", "br-0a1b", "virbr0")],  # lead to containers alone
+    ],
+)
+def test_what_is_unusual_about_a_node_and_right_is_no_alarm(facts: NodeFacts) -> None:
     assert [finding.level for finding in judge_node("w1", facts)] == ["ok"]
 
 
@@ -154,22 +146,12 @@ def test_nodes_that_agree_are_one_line() -> None:
     assert (finding.level, finding.what.count("torch 2.13.0")) == ("ok", 1)
 
 
-@pytest.mark.parametrize(
-    ("package", "level"),
-    [
-        ("Python", "error"),
-        ("torch", "error"),
-        ("CUDA", "error"),
-        ("NCCL", "error"),
-        ("driver", "warning"),
-        ("Ray", "error"),
-    ],
-)
-def test_a_version_that_differs_is_named_with_its_nodes(package: str, level: str) -> None:
+@pytest.mark.parametrize("package", VERSIONS)
+def test_a_version_that_differs_is_named_with_its_nodes(package: str) -> None:
     nodes = {"w1": HEALTHY, "w2": of_package(package, "2.99"), "w3": HEALTHY}
     (finding,) = judge_versions(nodes)
-    assert finding.level == level
-    assert finding.what == f"{package} differs between nodes: {HEALTHY.versions[package]} on w1, w3; 2.99 on w2"
+    assert finding.level == ("warning" if package == "driver" else "error")
+    assert finding.what == f"{package} differs between nodes: {VERSIONS[package]} on w1, w3; 2.99 on w2"
     assert f"one {package} on all nodes" in finding.remedy
 
 
@@ -208,23 +190,21 @@ def test_a_clock_is_judged_by_what_is_certain_of_it(ahead_s: float, error_s: flo
         assert "chrony" in finding.remedy
 
 
-@pytest.mark.parametrize("nodes", [{"head": 0.0, "w1": 30.0, "w2": 30.5}, {"head": 0.0, "w1": -30.0, "w2": -30.0}])
-def test_the_clock_of_this_machine_may_be_the_one_that_is_wrong(nodes: dict[str, float]) -> None:
-    (finding,) = judge_clocks({node: (ahead_s, 0.01) for node, ahead_s in nodes.items()})
-    side = "behind" if nodes["w1"] > 0 else "ahead of"
-    assert finding.what == f"head: its clock is 30.0 s {side} that of most nodes"
-
-
-@pytest.mark.parametrize("ahead_s", [(0.0, 30.0), (0.0, 30.0, 60.0), (30.0,)])
-def test_where_most_nodes_do_not_agree_clocks_are_compared_with_this_machines(ahead_s: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    ("ahead_s", "said"),
+    [
+        # The clock of this machine may be the one that is wrong.
+        ((0, 30, 30.5), ["w0: its clock is 30.0 s behind that of most nodes"]),
+        ((0, -30, -30), ["w0: its clock is 30.0 s ahead of that of most nodes"]),
+        # Where most nodes do not agree, clocks are compared with this machine's.
+        ((0, 30), ["w1: its clock is 30.0 s ahead of this machine's"]),
+        ((0, 30, 60), [f"w{number}: its clock is {30.0 * number} s ahead of this machine's" for number in (1, 2)]),
+        ((30,), ["w0: its clock is 30.0 s ahead of this machine's"]),
+    ],
+)
+def test_a_clock_is_compared_with_most_nodes_where_they_agree(ahead_s: tuple[float, ...], said: list[str]) -> None:
     findings = judge_clocks({f"w{number}": (each, 0.01) for number, each in enumerate(ahead_s)})
-    assert len(findings) == sum(each > 0 for each in ahead_s)
-    assert all("30.0 s ahead of this machine's" in finding.what or "60.0 s" in finding.what for finding in findings)
-
-
-def test_a_run_directory_that_all_share_is_good() -> None:
-    both = Sight(frozenset({"w1", "w2"}))
-    assert [finding.level for finding in judge_storage("/runs", {"w1": both, "w2": both})] == ["ok"]
+    assert [finding.what for finding in findings] == said
 
 
 def test_a_storage_that_cannot_be_written_says_why(tmp_path: Path) -> None:
@@ -241,50 +221,51 @@ def test_nothing_but_marks_is_made_where_run_directories_will_lie(tmp_path: Path
     assert [marks.leave(name) for name in ("w1", "w2")] == ["", ""]
     assert marks.wait_for({"w1", "w2"}) == {"w1", "w2"}
     assert [path.name for path in tmp_path.iterdir()] == ["marks"]
+    assert (tmp_path / "marks" / "w1").stat().st_size > 0  # a full disk takes empty files
     marks.remove()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_marks_are_not_empty_since_a_full_disk_takes_empty_files(tmp_path: Path) -> None:
-    Marks(LocalStore(tmp_path), "marks").leave("w1")
-    assert (tmp_path / "marks" / "w1").stat().st_size > 0
 
 
 def test_the_clock_of_a_node_is_compared_with_the_middle_of_the_question() -> None:
     assert skew(asked_s=100.0, told_s=105.5, answered_s=101.0) == (5.0, 0.5)
 
 
-def test_a_node_that_cannot_write_the_run_directory_is_named_once() -> None:
-    sights = {"w1": Sight(frozenset({"w1"})), "w2": Sight(error="Permission denied")}
-    (finding,) = judge_storage("/runs", sights)
-    assert finding.what == "w2 cannot write run.storage /runs: Permission denied"
-    assert (finding.level, "choose another run.storage" in finding.remedy) == ("error", True)
+def seen(*groups: str) -> dict[str, Sight]:
+    """Return what each node sees of storage, where the nodes of a group see each other's marks."""
+    return {node: Sight(frozenset(group.split())) for group in groups for node in group.split()}
 
 
-def test_nodes_with_the_same_fault_of_storage_are_one_finding() -> None:
-    denied = Sight(error="Permission denied")
-    (finding,) = judge_storage("/runs", {"this command": denied, "w1": denied})
-    assert finding.what == "this command, w1 cannot write run.storage /runs: Permission denied"
-    three = Sight(frozenset({"w1", "w2", "w3"}))
-    findings = judge_storage("/runs", {"w1": three, "w2": three, "w3": three, "w4": Sight(frozenset({"w4"}))})
-    assert [finding.what for finding in findings] == [
-        "w1, w2, w3 do not see at run.storage /runs what w4 wrote there",
-        "w4 does not see at run.storage /runs what w1, w2, w3 wrote there",
-    ]
+@pytest.mark.parametrize(
+    ("sights", "said", "remedy"),
+    [
+        (seen("w1 w2"), [], ""),
+        (seen("w1") | {"w2": DENIED}, ["w2 cannot write run.storage /runs: Permission denied"], "choose another run"),
+        (
+            {"this command": DENIED, "w1": DENIED},
+            ["this command, w1 cannot write run.storage /runs: Permission denied"],
+            "choose another run.storage",
+        ),
+        (
+            seen("w1 w2 w3", "w4"),
+            [
+                "w1, w2, w3 do not see at run.storage /runs what w4 wrote there",
+                "w4 does not see at run.storage /runs what w1, w2, w3 wrote there",
+            ],
+            "Mount one folder on all nodes",
+        ),
+    ],
+)
+def test_nodes_with_one_fault_of_storage_are_a_finding(sights: dict[str, Sight], said: list[str], remedy: str) -> None:
+    findings = judge_storage("/runs", sights)
+    assert [finding.what for finding in findings if finding.level != "ok"] == said
+    assert {finding.level for finding in findings} == {"error" if said else "ok"}
+    assert all(remedy in finding.remedy for finding in findings)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_where_storage_is_full_the_remedy_is_space(number: int) -> None:
     (finding,) = judge_storage("/runs", {"w1": Sight(error=os.strerror(number))})
     assert finding.remedy == "Free space there (df -h -i /runs), or choose another run.storage"
-
-
-def test_a_run_directory_that_is_not_the_same_everywhere_is_found() -> None:
-    seen = {"w1": Sight(frozenset({"w1", "w3"})), "w2": Sight(frozenset({"w2"})), "w3": Sight(frozenset({"w1", "w3"}))}
-    findings = judge_storage("/runs", seen)
-    assert {finding.level for finding in findings} == {"error"}
-    assert "w2 does not see at run.storage /runs what w1, w3 wrote there" in [finding.what for finding in findings]
-    assert all("Mount one folder on all nodes" in finding.remedy for finding in findings)
 
 
 def links(nodes: str, slow: str = "", figures: LinkFigures | None = None) -> list[Link]:
@@ -296,9 +277,16 @@ def links(nodes: str, slow: str = "", figures: LinkFigures | None = None) -> lis
     return found
 
 
-@pytest.mark.parametrize("figures", [LinkFigures(1e-4, 2e8, True), LinkFigures(2e-2, 1e9, True)])
-def test_the_slow_pair_is_named(figures: LinkFigures) -> None:
-    (finding,) = judge_links(links("abcd", "bd", figures))
+@pytest.mark.parametrize(
+    ("nodes", "figures"),
+    [
+        ("abcd", LinkFigures(1e-4, 2e8, True)),
+        ("abcd", LinkFigures(2e-2, 1e9, True)),
+        ("bd", SLOW),  # with no other pair to compare
+    ],
+)
+def test_the_slow_pair_is_named(nodes: str, figures: LinkFigures) -> None:
+    (finding,) = judge_links(links(nodes, "bd", figures))
     assert (finding.level, finding.what.startswith("b - d: ")) == ("warning", True)
     assert "GLOO_SOCKET_IFNAME" in finding.remedy
 
@@ -337,10 +325,6 @@ def test_of_an_actor_that_did_not_start_the_reason_is_told() -> None:
     error = "The actor died unexpectedly.\n\tactor_id: 1\nno room for it\nThe actor never ran - it was cancelled."
     assert checkup._short(RuntimeError(error)) == "no room for it"
     assert checkup._short(RuntimeError("")) == "RuntimeError"
-
-
-def test_a_slow_pair_is_found_without_another_one_to_compare() -> None:
-    assert judge_links(links("ab", "ab", LinkFigures(1e-4, 1e7, True)))[0].level == "warning"
 
 
 @pytest.mark.parametrize("slowest", [FAST, LinkFigures(1e-3, 3e8, True)])
@@ -420,22 +404,19 @@ def test_only_an_error_is_the_exit_code(
         yield Finding(level, "clocks", "w2 is late", "Synchronize it")  # type: ignore[arg-type]
 
     monkeypatch.setattr("steadfast.doctor.machines.check_machines", check)
-    assert main(0.0, ["doctor", "--config", "ddp.yaml", "run.storage=/somewhere", *words]) == code
-    printed = capsys.readouterr()
+    shown = printed(capsys, "doctor", "--config", "ddp.yaml", "run.storage=/somewhere", *words, code=code)
     assert asked[0].run.storage == "/somewhere"
     if words:
-        found = json.loads(printed.out)
+        found = json.loads(shown.out)
         assert [each["level"] for each in found["findings"]] == ["ok", level]
         check_document("`doctor`", found)
-    progress = printed.err if words else printed.out
+    progress = shown.err if words else shown.out
     assert f"{level:<8} clocks: w2 is late\n         -> Synchronize it\n" in progress
     counted = {"ok": "0 errors, 0 warnings", "warning": "0 errors, 1 warning", "error": "1 error, 0 warnings"}
     assert progress.endswith(f"\n{counted[level]}\n")
 
 
-def test_a_finding_is_shown_beside_json_before_the_next_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_findings_show_at_once_with_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
 
     def check(config: Config, verbose: bool) -> Iterator[Finding]:
@@ -448,13 +429,8 @@ def test_a_finding_is_shown_beside_json_before_the_next_is_there(
     assert ["checking the machines" in shown[0], shown[1]] == [True, "ok       versions: good\n"]
 
 
-def test_json_on_a_terminal_is_not_mixed_with_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        "steadfast.doctor.machines.check_machines", lambda config, verbose: iter([Finding("ok", "a", "b")])
-    )
+def test_json_on_terminals_has_no_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("steadfast.doctor.machines.check_machines", lambda *_: iter([Finding("ok", "a", "b")]))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert main(0.0, ["doctor", "--json"]) == 0
-    printed = capsys.readouterr()
-    assert (printed.err, len(json.loads(printed.out)["findings"])) == ("", 1)
+    shown = printed(capsys, "doctor", "--json")
+    assert (shown.err, len(json.loads(shown.out)["findings"])) == ("", 1)

@@ -1,7 +1,5 @@
 """Documents in one file of tokens: losses are those of each document alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from steadfast.config import GptConfig, TaskConfig, parse_config
 from steadfast.data.datasets import TokensDataset, positions_in_documents
-from steadfast.errors import ConfigError
 from steadfast.models import build_model
 from steadfast.parallel.blocks import stop_caching
 from steadfast.tasks import build_task
@@ -107,8 +104,3 @@ def test_a_dataset_of_documents_is_pickled_with_its_end_token(tmp_path: Path) ->
     assert dataset.counts_vary
     inputs, _ = dataset[1]
     assert inputs.keys() == {"input_ids", "position_ids"}
-
-
-def test_a_text_has_no_end_token() -> None:
-    with pytest.raises(ConfigError, match="end_token"):
-        parse_config("data: {kind: text, end_token: 0}")

@@ -1,7 +1,5 @@
 """How a committed checkpoint is read back, and what follows from damage."""
 
-from __future__ import annotations
-
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,8 +1,8 @@
 """Tracebacks of user code, as the console shows them."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -10,13 +10,22 @@ from steadfast.config import Target
 from steadfast.config.target import build_target
 from steadfast.errors import shortened, traceback_of
 
+FAILS = Target(target="tests.unit.test_errors:fails")
+
+
+def told_of(call: Callable[[], object]) -> str:
+    """Return the traceback of the error that a call raises, and check that the error stays as it was."""
+    with pytest.raises(ValueError, match=r"bad|Expecting") as caught:
+        call()
+    error = caught.value
+    before = error.__traceback__.tb_next  # without this function, which has called
+    text = traceback_of(error.with_traceback(before))
+    assert error.__traceback__ is before
+    return text
+
 
 def test_a_traceback_begins_where_the_users_code_does() -> None:
-    with pytest.raises(ValueError, match="bad") as caught:
-        build_target(Target(target="tests.unit.test_errors:fails"), "task")
-    error = caught.value
-    assert error.__traceback__ is not None
-    text = traceback_of(error.with_traceback(error.__traceback__.tb_next))  # without this test, which has called
+    text = told_of(partial(build_target, FAILS, "task"))
     assert text.count("File ") == 1
     assert "in fails" in text
     assert text.endswith('raise ValueError("bad")\nValueError: bad')
@@ -27,21 +36,13 @@ def fails() -> None:
 
 
 def test_a_traceback_begins_with_user_code_below_a_library() -> None:
-    with pytest.raises(ValueError, match="bad") as caught:
-        json.loads("{}", object_hook=lambda _: build_target(Target(target="tests.unit.test_errors:fails"), "task"))
-    error = caught.value
-    assert error.__traceback__ is not None
-    text = traceback_of(error.with_traceback(error.__traceback__.tb_next))
+    text = told_of(partial(json.loads, "{}", object_hook=lambda _: build_target(FAILS, "task")))
     assert "json" not in text.splitlines()[1]
     assert "in <lambda>" in text
 
 
 def test_an_error_of_a_library_begins_with_its_first_frame() -> None:
-    with pytest.raises(ValueError, match="Expecting") as caught:
-        json.loads("{")
-    error = caught.value
-    assert error.__traceback__ is not None
-    assert "in loads" in traceback_of(error.with_traceback(error.__traceback__.tb_next)).splitlines()[1]
+    assert "in loads" in told_of(partial(json.loads, "{")).splitlines()[1]
 
 
 def test_a_long_traceback_has_twenty_lines_and_says_what_is_missing() -> None:
@@ -51,11 +52,3 @@ def test_a_long_traceback_has_twenty_lines_and_says_what_is_missing() -> None:
     assert lines[8] == "  ... 11 lines left out, which -v shows"
     assert (lines[:8], lines[9:]) == ([str(each) for each in range(8)], [str(each) for each in range(19, 30)])
     assert shortened("\n".join(lines)) == "\n".join(lines)
-
-
-def test_a_traceback_leaves_the_error_as_it_was() -> None:
-    with pytest.raises(ValueError, match="bad") as caught:
-        build_target(Target(target="tests.unit.test_errors:fails"), "task")
-    before = caught.value.__traceback__
-    traceback_of(caught.value)
-    assert caught.value.__traceback__ is before

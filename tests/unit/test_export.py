@@ -1,7 +1,5 @@
 """`export` and `doctor`: what is in a checkpoint, for people and for plain PyTorch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -21,6 +19,7 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.json_tables import check_document
+from tests.support.verbs import printed
 
 MLP = """
 model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
@@ -62,8 +61,7 @@ def test_plain_pytorch_loads_what_was_exported(
     run: Path, model: nn.Module, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run / f"weights.{suffix}"
-    assert command("export", run, "--out", out) == 0
-    assert "4 tensors of step 9" in capsys.readouterr().out
+    assert "4 tensors of step 9" in printed(capsys, "export", run, "--out", out).out
     (run / "other").touch()
     assert out.stat().st_mode == (run / "other").stat().st_mode  # whoever may read other files may read this one
     load = safetensors.torch.load_file if suffix == "safetensors" else torch.load
@@ -100,8 +98,7 @@ def test_a_step_may_be_chosen(run: Path) -> None:
 def test_what_cannot_be_exported_is_told(
     run: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
 ) -> None:
-    assert command("export", run, *words) == code
-    assert said in capsys.readouterr().err
+    assert said in printed(capsys, "export", run, *words, code=code).err
 
 
 def test_a_model_of_code_that_the_run_names_is_not_built_unless_it_is_told_to(
@@ -110,8 +107,7 @@ def test_a_model_of_code_that_the_run_names_is_not_built_unless_it_is_told_to(
     model = f"model: {{target: 'os:system', args: {{command: 'touch {run}/touched'}}}}"
     text = MLP.replace("model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}", model)
     RunDirectory(LocalStore(run)).write_config(parse_config(text))
-    assert command("export", run, "--format", "hf", "--out", run / "hf") == 2
-    said = capsys.readouterr().err
+    said = printed(capsys, "export", run, "--format", "hf", "--out", run / "hf", code=2).err
     assert said.startswith("error: model.target os:system: the run's config.yaml names this code")
     assert f"steadfast export {run} --format hf --out {run}/hf --trust-code" in said
     assert not (run / "touched").exists()
@@ -128,21 +124,18 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys: 
 
 
 def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("doctor", run) == 0
-    assert capsys.readouterr().out.startswith("step 9: good | ")
+    assert printed(capsys, "doctor", run).out.startswith("step 9: good | ")
     damage(run)
     Catalog(LocalStore(run)).write(11, "rank-0", [b"half"])
     before = sorted(run.rglob("*"))
-    assert command("doctor", run) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed(capsys, "doctor", run, code=1).out.splitlines()
     assert lines[0] == "step 11: unfinished, never committed"
     assert lines[1].startswith("step 9: damaged: checkpoints/step-00000009/rank-0 has other contents")
     assert "loss 0.2500" in lines[2]
     assert sorted(run.rglob("*")) == before
-    assert command("doctor", run, "--json") == 1
-    printed = capsys.readouterr()
-    assert printed.err.splitlines()[:2] == lines[:2]
-    found = json.loads(printed.out)
+    shown = printed(capsys, "doctor", run, "--json", code=1)
+    assert shown.err.splitlines()[:2] == lines[:2]
+    found = json.loads(shown.out)
     check_document("`doctor` of a run", found)
     states = [(each["step"], each["state"]) for each in found["checkpoints"]]
     assert states == [(11, "unfinished"), (9, "damaged"), (5, "good")]

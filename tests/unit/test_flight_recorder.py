@@ -1,7 +1,5 @@
 """A worker's last collectives, on their way to the run directory. Of NCCL there is none here, and gloo has its own."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading
@@ -18,7 +16,7 @@ from steadfast.liveness import flight_recorder
 from steadfast.liveness.flight_recorder import FlightRecorder, pack, unpack
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is taken away again
@@ -33,7 +31,6 @@ def read(recorder: FlightRecorder) -> str:
     return recorder.take()
 
 
-@pytest.mark.usefixtures("environment")
 def test_the_collectives_of_gloo_are_read_once() -> None:
     recorder = FlightRecorder(2000, "cpu")
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
@@ -53,13 +50,11 @@ def test_the_size_is_told_to_torch_unless_the_environment_has_one(environment: p
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
 
 
-@pytest.mark.usefixtures("environment")
 def test_a_size_of_zero_reads_nothing() -> None:
     assert read(FlightRecorder(0, "cpu")) == ""
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "0"
 
 
-@pytest.mark.usefixtures("environment")
 def test_on_a_gpu_it_is_the_record_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -72,14 +67,12 @@ def test_on_a_gpu_it_is_the_record_of_nccl(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [{"includeStackTraces": False, "onlyActive": False}]
 
 
-@pytest.mark.usefixtures("environment")
 def test_of_a_record_that_is_too_long_what_is_under_way_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     records = {False: os.urandom(2**19), True: b"active"}
     monkeypatch.setattr(flight_recorder, "_recorded", lambda device, only_active: records[only_active])
     assert unpack(read(FlightRecorder(2000, "cpu"))) == b"active"
 
 
-@pytest.mark.usefixtures("environment")
 def test_a_device_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     asked = []

@@ -1,7 +1,5 @@
 """Bits that are flipped on purpose: which one, where, and once."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

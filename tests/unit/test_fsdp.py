@@ -40,8 +40,8 @@ from steadfast.world.groups import Groups
 from steadfast.world.runtime import World
 from tests.support.small import small
 
-CPU = torch.device("cpu")
-GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
+CPU = HOST = torch.device("cpu")
+GPU = torch.device("cuda:0")
 
 
 class Collectives(TorchDispatchMode):
@@ -244,33 +244,35 @@ class Watched(nn.Linear):
     ],
 )
 def test_formats_follow_the_precision_unless_they_are_given(
-    monkeypatch: pytest.MonkeyPatch, precision: str, section: dict[str, str], gathered: torch.dtype, summed: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    twin: Twin,
+    precision: str,
+    section: dict[str, str],
+    gathered: torch.dtype,
+    summed: torch.dtype,
 ) -> None:
-    sums: list[torch.dtype] = []
-    honest = dist.reduce_scatter_single
+    sums = inputs_of(monkeypatch, "reduce_scatter_single")
+    numerics = build_precision(PrecisionConfig.model_validate({"kind": precision}), CPU)
+    parallel = parallel_of(twin, FsdpConfig.model_validate(section), numerics)
+    layer = Watched(4, 4)
+    model = parallel.wrap(numerics.convert(nn.Sequential(layer)))
+    with parallel.synchronize(model, last=True):
+        model(torch.ones(2, 4, dtype=numerics.param_dtype)).sum().backward()
+    assert layer.seen == gathered
+    assert {tensor.dtype for tensor in sums} == {summed}
+
+
+def inputs_of(monkeypatch: pytest.MonkeyPatch, collective: str) -> list[Tensor]:
+    """Return the list to which each call of a collective appends its input."""
+    seen: list[Tensor] = []
+    honest = getattr(dist, collective)
 
     def noted(output: Tensor, input: Tensor, *args: object, **named: object) -> object:
-        sums.append(input.dtype)
+        seen.append(input)
         return honest(output, input, *args, **named)
 
-    monkeypatch.setattr(dist, "reduce_scatter_single", noted)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        config = FsdpConfig.model_validate(section)
-        numerics = build_precision(PrecisionConfig.model_validate({"kind": precision}), CPU)
-        communicator = GlooCommunicator(group, threading.Event())
-        groups = Groups(group, communicator, FakeStore(), {}, threading.Event())
-        parallel = build_parallel(config, arrange(World(0, 2, 0, groups), config), numerics)
-        layer = Watched(4, 4)
-        model = parallel.wrap(numerics.convert(nn.Sequential(layer)))
-        with parallel.synchronize(model, last=True):
-            model(torch.ones(2, 4, dtype=numerics.param_dtype)).sum().backward()
-    finally:
-        dist.destroy_process_group()
-    assert layer.seen == gathered
-    assert set(sums) == {summed}
+    monkeypatch.setattr(dist, collective, noted)
+    return seen
 
 
 NUM_LAYERS, NUM_MICROBATCHES = 4, 4
@@ -294,16 +296,8 @@ class Layered(nn.Module):
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Return the inputs of all gathers so far."""
-    seen: list[Tensor] = []
-    honest = dist.all_gather_single
-
-    def noted(output: Tensor, input: Tensor, *args: object, **named: object) -> object:
-        seen.append(input)
-        return honest(output, input, *args, **named)
-
-    monkeypatch.setattr(dist, "all_gather_single", noted)
-    return seen
+    """The inputs of all gathers so far."""
+    return inputs_of(monkeypatch, "all_gather_single")
 
 
 def run_step(parallel: Parallel, model: nn.Module) -> None:
@@ -324,11 +318,10 @@ class Twin(GlooCommunicator):
         tensor[-1] += int(self.peer_lacks_room)
 
 
-def wrapped(communicator: Twin, config: FsdpConfig, forward_size: int | None = None) -> tuple[Parallel, nn.Module]:
-    groups = Groups(communicator.group, communicator, FakeStore(), {}, threading.Event())
+def parallel_of(twin: Twin, config: FsdpConfig, precision: Precision, forward_size: int | None = None) -> Parallel:
+    groups = Groups(twin.group, twin, FakeStore(), {}, threading.Event())
     world = arrange(World(0, 2, 0, groups, amendments=Amendments(forward_size=forward_size)), config)
-    parallel = build_parallel(config, world, Precision(CPU))
-    return parallel, parallel.wrap(Layered())
+    return build_parallel(config, world, precision)
 
 
 @pytest.fixture
@@ -350,7 +343,8 @@ def twin(ranks: dist.ProcessGroup) -> Twin:
 def test_layers_that_stay_gathered_are_gathered_once_a_step(
     twin: Twin, gathers: list[Tensor], section: dict[str, Any], num_gathers: int
 ) -> None:
-    parallel, model = wrapped(twin, FsdpConfig.model_validate(section))
+    parallel = parallel_of(twin, FsdpConfig.model_validate(section), Precision(CPU))
+    model = parallel.wrap(Layered())
     for num_steps in (1, 2):  # the weights have changed in between
         run_step(parallel, model)
         assert len(gathers) == num_steps * num_gathers
@@ -401,7 +395,8 @@ def test_auto_keeps_layers_gathered_from_the_third_step_on_where_all_ranks_have_
 
     monkeypatch.setattr(steadfast.parallel.fsdp._Resharding, "__init__", on_gpu)
     twin.peer_lacks_room = peer_lacks_room
-    parallel, model = wrapped(twin, FsdpConfig(), forward_size)
+    parallel = parallel_of(twin, FsdpConfig(), Precision(CPU), forward_size)
+    model = parallel.wrap(Layered())
     numbers = []
     for _ in range(4):
         run_step(parallel, model)

@@ -1,29 +1,14 @@
 """What of a run stands among Ray's metrics."""
 
-from __future__ import annotations
-
 import pytest
 from ray.util.metrics import Gauge
 
 from steadfast.orchestration.gauges import Gauges
-from steadfast.run.events import AttemptEnded, Event, Log
+from steadfast.run.events import AttemptEnded, Event
+from tests.support import events
 from tests.support.events import changed
 
-LOG = Log(
-    time_s=1000.0,
-    step=10,
-    total_steps=100,
-    loss=2.5,
-    lr=1e-3,
-    grad_norm=1.0,
-    unit="tok",
-    memory_bytes=1,
-    world_size=3,
-    step_ms=100.0,
-    units_per_s=640.0,
-    samples_per_s=20.0,
-    eta_s=9.0,
-)
+LOG = changed(events.LOG, time_s=1000.0, step_ms=100.0, mfu=None)
 
 
 @pytest.fixture
@@ -38,9 +23,9 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return values
 
 
-def after(*events: Event) -> None:
+def after(*told: Event) -> None:
     gauges = Gauges("run")
-    for event in events:
+    for event in told:
         gauges.observe(event)
 
 
@@ -49,8 +34,8 @@ def test_the_figures_of_a_log_line_are_shown(shown: dict[str, float]) -> None:
     assert shown == {
         "steadfast_step": 10,
         "steadfast_loss": 2.5,
-        "steadfast_samples_per_s": 20.0,
-        "steadfast_world_size": 3,
+        "steadfast_samples_per_s": 10.0,
+        "steadfast_world_size": 2,
         "steadfast_goodput": 0.0,
     }
 

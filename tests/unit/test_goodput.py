@@ -1,18 +1,16 @@
 """Where the time of a run went, by what its files say."""
 
-from __future__ import annotations
-
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.directory import RunDirectory
 from steadfast.run.events import AttemptEnded, AttemptStarted, RunStarted, Waiting
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import open_stream
 from steadfast.telemetry.goodput import TimeLedger, goodput, read_totals
+from tests.support.events import attempt_started
+from tests.support.run_directories import write_lines
 
 
 @pytest.fixture
@@ -24,11 +22,13 @@ def test_each_second_of_each_rank_is_in_one_category(directory: RunDirectory) ->
     """Three workers, of which one is lost; two go on, do a step again, are short of a third, and stop."""
     directory.record(RunStarted(time_s=100.0, launcher="ray"))
     directory.record(started(1, 3, 112.0, step=0, source="start", formed_s=5.0, built_s=2.0, restored_s=1.0))
-    write(directory, step(1, 1, 3, 112.0), step(2, 1, 3, 114.0, data_s=0.5), step(3, 1, 3, 119.0, validation_s=2.0))
+    write_lines(
+        directory, [step(1, 1, 3, 112.0), step(2, 1, 3, 114.0, data_s=0.5), step(3, 1, 3, 119.0, validation_s=2.0)]
+    )
     directory.record(AttemptEnded(time_s=122.0, attempt=1, cause="worker lost"))
     directory.record(Waiting(time_s=128.0, workers=2, needed=3, seconds=5.0))
     directory.record(started(2, 2, 140.0, step=1, source="checkpoint", formed_s=10.0, built_s=2.0, restored_s=3.0))
-    write(directory, step(2, 2, 2, 140.0), step(3, 2, 2, 142.0), step(4, 2, 2, 145.0, snapshot_s=0.25))
+    write_lines(directory, [step(2, 2, 2, 140.0), step(3, 2, 2, 142.0), step(4, 2, 2, 145.0, snapshot_s=0.25)])
     directory.record(AttemptEnded(time_s=149.0, attempt=2, cause="stopped", checkpoint_s=3.0))
     directory.record(Waiting(time_s=150.0, workers=2, needed=3))
 
@@ -57,10 +57,10 @@ def test_each_second_of_each_rank_is_in_one_category(directory: RunDirectory) ->
 
 def test_the_time_between_two_commands_is_nobodys(directory: RunDirectory) -> None:
     directory.record(RunStarted(time_s=100.0, launcher="torchrun"))
-    write(directory, step(1, 1, 2, 110.0), step(2, 1, 2, 112.0))  # killed
+    write_lines(directory, [step(1, 1, 2, 110.0), step(2, 1, 2, 112.0)])  # killed
     directory.record(RunStarted(time_s=200.0, launcher="torchrun"))
     directory.record(started(2, 2, 210.0, step=1, source="checkpoint", formed_s=1.0, built_s=1.0, restored_s=2.0))
-    write(directory, step(2, 2, 2, 210.0))
+    write_lines(directory, [step(2, 2, 2, 210.0)])
     directory.record(RunStarted(time_s=300.0, launcher="torchrun"))
     directory.record(AttemptEnded(time_s=304.0, cause="exception"))
 
@@ -75,11 +75,11 @@ def test_the_time_between_two_commands_is_nobodys(directory: RunDirectory) -> No
 
 def test_where_a_command_begins_again_the_gap_is_detection_and_start_up(directory: RunDirectory) -> None:
     directory.record(RunStarted(time_s=100.0, launcher="torchrun"))
-    write(directory, step(1, 1, 2, 110.0), step(2, 1, 2, 112.0))  # killed
+    write_lines(directory, [step(1, 1, 2, 110.0), step(2, 1, 2, 112.0)])  # killed
     for again_s in (115.0, 118.0):  # one of them came to no step
         directory.record(RunStarted(time_s=again_s, launcher="torchrun", again=True))
     directory.record(started(2, 2, 130.0, step=1, source="snapshot", formed_s=1.0, built_s=1.0, restored_s=2.0))
-    write(directory, step(2, 2, 2, 130.0))
+    write_lines(directory, [step(2, 2, 2, 130.0)])
     directory.record(RunStarted(time_s=140.0, launcher="torchrun", again=True))
 
     totals = read_totals(directory)
@@ -95,7 +95,7 @@ def test_where_a_command_begins_again_the_gap_is_detection_and_start_up(director
 
 def test_it_agrees_with_the_summary(directory: RunDirectory) -> None:
     directory.record(RunStarted(time_s=100.0, launcher="torchrun"))
-    write(directory, step(1, 1, 1, 110.0, data_s=1.5), step(2, 1, 1, 112.0), step(2, 2, 1, 120.0, data_s=0.5))
+    write_lines(directory, [step(1, 1, 1, 110.0, data_s=1.5), step(2, 1, 1, 112.0), step(2, 2, 1, 120.0, data_s=0.5)])
     totals = read_totals(directory)
     seconds = TimeLedger(totals, directory.all_events()).rank_s()
     assert sum(seconds.values()) == pytest.approx(goodput(totals)["wall_s"])
@@ -106,18 +106,12 @@ def test_it_agrees_with_the_summary(directory: RunDirectory) -> None:
 
 def started(attempt: int, world_size: int, time_s: float, **fields: Any) -> AttemptStarted:
     # A second between the state's being there and the first step, which takes two.
-    times = {"detected_s": 0.0, "first_step_s": 3.0, **fields}
-    return AttemptStarted(attempt=attempt, world_size=world_size, time_s=time_s, **times)
+    return attempt_started(attempt, world_size=world_size, time_s=time_s, first_step_s=3.0, **fields)
 
 
 def step(number: int, attempt: int, world_size: int, time_s: float, **waits_s: float) -> dict[str, Any]:
     line = {"step": number, "attempt": attempt, "world_size": world_size, "num_samples": 4}
     return {**line, "step_s": 2.0, "time_s": time_s, **waits_s}
-
-
-def write(directory: RunDirectory, *lines: dict[str, Any]) -> None:
-    with closing(open_stream(directory.store, STEPS)) as stream:
-        stream.write(lines)
 
 
 def positive(seconds: dict[str, float]) -> dict[str, float]:

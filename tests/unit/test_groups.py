@@ -1,7 +1,5 @@
 """How groups are aborted, with fakes in place of what needs a device."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -163,9 +161,7 @@ TORCH = Path(torch.__file__).parent
         (Path("/home/user/task.py"), GLOO, True),  # from a collective of the user's own
     ],
 )
-def test_an_error_of_the_users_code_that_mentions_a_socket_is_no_lost_peer(
-    file: Path, message: str, expected: bool
-) -> None:
+def test_error_of_user_code_that_mentions_a_socket_is_no_lost_peer(file: Path, message: str, expected: bool) -> None:
     assert is_peer_loss(raised_at(file, message)) is expected
 
 
@@ -326,9 +322,7 @@ def test_a_communicator_whose_first_launch_raises_is_aborted() -> None:
     assert communicator.num_aborts == 1
 
 
-def test_nccl_s_groups_wait_briefly_while_they_form_and_long_from_their_first_collective_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nccl_groups_wait_briefly_while_they_form_and_long_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     options = SimpleNamespace(config=SimpleNamespace(blocking=1))
     backend = SimpleNamespace(_set_default_timeout=lambda limit: calls.append(f"{limit.total_seconds():g} s"))

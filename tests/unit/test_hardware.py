@@ -1,7 +1,5 @@
 """What a rank computes with, as it is told."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,14 +60,14 @@ def test_a_gpu_is_named_by_its_uuid_and_the_serial_number_that_its_driver_tells(
     assert "--id=GPU-1-2" in asked[0]
 
 
-DRIVERS = [
-    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
-    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version:\n", "550.54.15"),
-    (None, "unknown"),
-]
-
-
-@pytest.mark.parametrize(("text", "version"), DRIVERS)
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release\nGCC version:\n", "550.54.15"),
+        (None, "unknown"),
+    ],
+)
 def test_the_kind_of_a_gpu_names_all_that_kernels_are_chosen_by(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, version: str
 ) -> None:

@@ -1,7 +1,5 @@
 """Both ends of a heartbeat channel, over real sockets; in between them a cable that can be cut."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -137,7 +135,7 @@ def is_silence(lost: tuple[str, str], least_s: float) -> bool:
 def test_an_idle_channel_lives_on_and_carries_commands(ends: Ends) -> None:
     time.sleep(1.1 * TIMEOUTS.lease_s)
     assert ends.lost.empty(), ends.lost.get()
-    ends.loop.call_soon_threadsafe(lambda: ends.server.command(leave=3))
+    ends.call(partial(ends.server.command, leave=3))
     assert ends.heard.get(timeout=SOON_S) == Commands(leave=3)
     assert ends.lost.empty()
 
@@ -174,8 +172,7 @@ def test_a_worker_that_never_comes_to_a_world_is_lost_in_the_end(ends: Ends) -> 
 
 def test_a_worker_that_closes_its_end_is_lost_by_that_and_not_by_its_silence(ends: Ends) -> None:
     ends.client.close()
-    name, cause = ends.lost.get(timeout=SOON_S)
-    assert (name, cause) == ("a", "connection closed")
+    assert ends.lost.get(timeout=SOON_S) == ("a", "connection closed")
 
 
 def test_a_coordinator_that_was_stopped_reads_what_came_meanwhile_before_it_judges_anybody(ends: Ends) -> None:
@@ -256,10 +253,15 @@ def test_strangers_are_no_workers_and_disturb_none(ends: Ends) -> None:
 
 def test_who_does_not_say_who_he_is_is_cut_off(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.orchestration.heartbeat._HELLO_S", 0.2)
-    with socket.create_connection(("127.0.0.1", ends.port), timeout=SOON_S) as stranger:
-        stranger.recv(100)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(100) == b""
+    with stranger_at(ends.port) as (stranger, _), contextlib.suppress(ConnectionResetError):
+        assert stranger.recv(100) == b""
+
+
+@contextlib.contextmanager
+def stranger_at(port: int) -> Iterator[tuple[socket.socket, str]]:
+    """Connect to a server. Yield the connection and the server's challenge."""
+    with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as stranger:
+        yield stranger, stranger.recv(100).decode().strip()
 
 
 @pytest.mark.parametrize("name", ["b", "c"])
@@ -267,8 +269,7 @@ def test_only_who_has_been_announced_and_not_been_lost_is_let_in(ends: Ends, nam
     """Though it knows the secret: b has been taken for dead, and of c nobody has spoken."""
     ends.join("b").close()
     assert ends.lost.get(timeout=SOON_S)[0] == "b"
-    with socket.create_connection(("127.0.0.1", ends.port), timeout=SOON_S) as stranger:
-        challenge = stranger.recv(100).decode().strip()
+    with stranger_at(ends.port) as (stranger, challenge):
         stranger.sendall(f"{name} {_proof(ends.server._secret, challenge, name)}\n".encode())
         assert stranger.recv(100) == b""
     assert ends.lost.empty()
@@ -276,12 +277,10 @@ def test_only_who_has_been_announced_and_not_been_lost_is_let_in(ends: Ends, nam
 
 def test_what_has_proved_a_name_once_proves_nothing_to_another_challenge(ends: Ends) -> None:
     secret = ends.server.admit("b")
-    with socket.create_connection(("127.0.0.1", ends.port), timeout=SOON_S) as overheard:
-        challenge = overheard.recv(100).decode().strip()
-        with socket.create_connection(("127.0.0.1", ends.port), timeout=SOON_S) as stranger:
-            assert len(stranger.recv(100)) == 33
-            stranger.sendall(f"b {_proof(secret, challenge, 'b')}\n".encode())
-            assert stranger.recv(100) == b""
+    with stranger_at(ends.port) as (_, overheard), stranger_at(ends.port) as (stranger, challenge):
+        assert len(challenge) == 32
+        stranger.sendall(f"b {_proof(secret, overheard, 'b')}\n".encode())
+        assert stranger.recv(100) == b""
 
 
 @pytest.mark.parametrize("said", [b"5", b"null", b"{", b"[" * 100_000])
@@ -298,15 +297,12 @@ def test_a_worker_that_says_what_is_no_message_is_lost(ends: Ends, said: bytes) 
 
 def test_of_a_worker_whose_line_does_not_end_no_more_is_kept(ends: Ends) -> None:
     secret = ends.server.admit("b")
-    with socket.create_connection(("127.0.0.1", ends.port), timeout=SOON_S) as worker:
-        challenge = worker.recv(100).decode().strip()
+    with stranger_at(ends.port) as (worker, challenge):
         worker.sendall(f"b {_proof(secret, challenge, 'b')}\n".encode())
         with contextlib.suppress(OSError):
             worker.sendall(b"x" * (2**20 + 2**13))
-        assert ends.lost.get(timeout=SOON_S) == (
-            "b",
-            "the worker sent no valid message: ValueError('more than 1048576 bytes in a line')",
-        )
+        cause = "the worker sent no valid message: ValueError('more than 1048576 bytes in a line')"
+        assert ends.lost.get(timeout=SOON_S) == ("b", cause)
 
 
 def test_a_name_must_not_become_a_path(ends: Ends) -> None:

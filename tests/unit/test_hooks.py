@@ -1,7 +1,5 @@
 """Hooks without a world."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """`data: {kind: huggingface}`, on real datasets that were saved to disk. Names of the hub are not tried: no network."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`data: {kind: image_folder}`, on real image files."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path
@@ -58,12 +56,9 @@ def test_augmentation_follows_from_the_sample_and_validation_has_none(tmp_path: 
     assert torch.equal(drawn(1), drawn(1))
     assert len({drawn(key).numpy().tobytes() for key in range(8)}) == 8
     plain = build_dataset(config.model_copy(update={"augment": False}))
-    for held_out in (
-        build_validation(config, dataset),
-        build_validation(
-            config.model_copy(update={"validation": ValidationImages(path=config.path, image_size=16)}), dataset
-        ),
-    ):
+    own = {"validation": ValidationImages(path=config.path, image_size=16)}
+    for of_config in (config, config.model_copy(update=own)):
+        held_out = build_validation(of_config, dataset)
         assert all(torch.equal(held_out[index][0], plain[index][0]) for index in range(8))
 
 

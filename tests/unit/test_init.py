@@ -1,7 +1,5 @@
 """`init`: the starter is whole, loads, trains, and overwrites nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

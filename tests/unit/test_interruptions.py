@@ -1,7 +1,5 @@
 """What interrupted a run, as status, report and trackers tell it: from one reading of its events."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +113,18 @@ def test_trackers_mark_the_same_interruptions(tmp_path: Path) -> None:
     directory.record(events.RunStarted(time_s=120.0, launcher="ray"))
     causes = (f"restart: {only(LOST, FAILED).cause}", f"restart: {AGAIN}")
     assert Past.read(directory) == Past(1, 0, 1, causes, num_workers=SECOND.world_size, kind="restart")
+
+
+def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    directory.record(events.Checkpoint(step=30, path="", seconds=0.0, blocked_s=0.0, bytes=0))
+    directory.record(started(1, 2, 20.0, nodes={"a": (0,), "b": (1,)}))
+    past = Past.read(directory)
+    assert (past.committed, past.num_nodes, past.num_workers, past.kind) == (30, 2, 2, None)
+    directory.record(events.Validation(step=30, metrics={"loss": 2.0}))
+    directory.record(events.AttemptEnded(attempt=1, step=40, cause="resized"))
+    past = Past.read(directory)
+    assert (past.kind, past.validations) == ("resize", ({"loss": 2.0},))
 
 
 AGAIN = "the command ended without a report, and was run again"

@@ -1,7 +1,5 @@
 """A command that follows a job, without Ray."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Lines that are only added to, whatever storage says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,17 +1,9 @@
 """A watcher that wakes late measures how busy its machine is."""
 
-from __future__ import annotations
-
 import pytest
 
 from steadfast.liveness.lateness import Lateness
-
-
-class Clock:
-    now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Ray that does not come up: told in one message, and tried again only by a command that has come back."""
 
-from __future__ import annotations
-
 import json
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """The guard that every test runs under notices what it is there for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

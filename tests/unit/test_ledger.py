@@ -1,11 +1,8 @@
 """What is read back of a ledger, and of events, without reading all of it."""
 
-from __future__ import annotations
-
 import math
 import random
 import tracemalloc
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import Checkpoint, Rollback, RunStarted, ShortStep
 from steadfast.run.ledger import Ledger, PastLosses, StepStats, StepTimes, Totals, last_end, past_losses, read_shares
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import last_lines, open_stream
+from steadfast.storage.jsonl import last_lines
 from steadfast.telemetry.goodput import goodput, read_totals
-from tests.support.history import History
+from tests.support.history import History, write_ledger
 
 NOW_S = 1.8e9
 
@@ -28,15 +25,13 @@ def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -
     store = LocalStore(tmp_path)
     assert past_losses(store, 9) == PastLosses()
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (3, None), (4, float("nan")), (5, 5.0), (6, 6.0)]
-    with closing(open_stream(store, STEPS)) as stream:
-        stream.write({"step": step, "loss": loss} for step, loss in losses)
+    write_ledger(store, ({"step": step, "loss": loss} for step, loss in losses))
     assert past_losses(store, 5) == PastLosses([1.0, 2.5, 5.0], [1.0, 2.5, 5.0])
 
 
 def test_of_a_long_ledger_the_first_and_the_last_losses_are_read(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    with closing(open_stream(store, STEPS)) as stream:
-        stream.write({"step": step, "loss": float(step)} for step in range(1, 20_001))
+    write_ledger(store, ({"step": step, "loss": float(step)} for step in range(1, 20_001)))
     past = past_losses(store, 19_990)
     assert past.first[:32] == [float(step) for step in range(1, 33)]
     assert past.recent[-1] == 19_990.0
@@ -87,14 +82,13 @@ def test_the_last_step_is_found_however_long_its_line_is(tmp_path: Path) -> None
 
 def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    with closing(open_stream(store, "lines")) as stream:
-        stream.write({"number": number} for number in range(100))
-    with (tmp_path / "lines").open("ab") as file:
+    write_ledger(store, ({"number": number} for number in range(100)))
+    with (tmp_path / STEPS).open("ab") as file:
         file.write(b'{"number": 1')
     for num_bytes in range(1, 60):
-        found = [line["number"] for line in last_lines(store, "lines", num_bytes)]
+        found = [line["number"] for line in last_lines(store, STEPS, num_bytes)]
         assert found == list(range(100 - len(found), 100))
-    assert len(last_lines(store, "lines")) == 100
+    assert len(last_lines(store, STEPS)) == 100
 
 
 def test_skipped_steps_are_those_of_all_rollbacks(tmp_path: Path) -> None:
@@ -136,9 +130,7 @@ def test_where_the_last_step_of_a_ledger_ends(tmp_path: Path, name: str) -> None
         if start:
             line = {"step": step, "num_samples": 0, "skipped": True, "positions": [start[0], start[0] + num_samples]}
         lines.append(line)
-    stream = open_stream(store, STEPS)
-    stream.write(lines)
-    stream.close()
+    write_ledger(store, lines)
     assert last_end(store, 13, [End(4, 50)]) == expected
 
 
@@ -152,8 +144,7 @@ def test_totals_are_those_of_the_lines_one_by_one(tmp_path: Path, monkeypatch: p
         folder = tmp_path / str(number)
         folder.mkdir()
         lines, starts_s = a_course(draw)
-        with closing(open_stream(LocalStore(folder), STEPS)) as stream:
-            stream.write(lines)
+        write_ledger(LocalStore(folder), lines)
         with (folder / STEPS).open("ab") as file:
             file.write(b'5\nnull\n{}\n\0\0\n{"step": "x", "attempt": 1}\n{"step": 1e99}\n[1]\n{"step": 3, "atte')
         history = History(lines)
@@ -173,11 +164,8 @@ def test_a_ledger_is_read_piece_by_piece_and_says_so(tmp_path: Path, monkeypatch
     monkeypatch.setattr("steadfast.storage.jsonl._BLOCK_BYTES", 2**15)
     monkeypatch.setattr("steadfast.run.ledger._CHUNK", 2**15)
     num_steps = 30_000
-    with closing(open_stream(LocalStore(tmp_path), STEPS)) as stream:
-        stream.write(
-            {"step": step, "attempt": 1, "num_samples": 4, "step_s": 1.0, "time_s": float(step)}
-            for step in range(1, num_steps + 1)
-        )
+    line = {"attempt": 1, "num_samples": 4, "step_s": 1.0}
+    write_ledger(LocalStore(tmp_path), ({**line, "step": n, "time_s": float(n)} for n in range(1, num_steps + 1)))
     size = (tmp_path / STEPS).stat().st_size
     marks: list[int] = []
     tracemalloc.start()
@@ -202,17 +190,8 @@ def a_course(draw: random.Random) -> tuple[list[dict[str, Any]], list[float]]:
             step += 1
             step_s = draw.randrange(1, 100) / 128
             now_s += step_s
-            samples = draw.choice([13, 13, 0])
-            lines.append(
-                {
-                    "step": step,
-                    "attempt": attempt,
-                    "num_samples": samples,
-                    "loss": math.nan,
-                    "step_s": step_s,
-                    "time_s": now_s,
-                }
-            )
+            line = {"step": step, "attempt": attempt, "num_samples": draw.choice([13, 13, 0]), "loss": math.nan}
+            lines.append({**line, "step_s": step_s, "time_s": now_s})
         step = max(0, step - draw.randrange(0, 20))
     late = draw.randrange(len(lines))
     lines.append(lines.pop(late))
@@ -234,11 +213,8 @@ def test_a_command_lasts_to_the_last_that_is_known_of_it(tmp_path: Path) -> None
     directory.record(Rollback(time_s=130.0, steps=(41,), cause="loss nan"))
     directory.record(RunStarted(time_s=200.0, launcher="ray"))
     times = [(1, 1, 110.0), (2, 1, 120.0), (2, 2, 220.0), (3, 2, 240.0), (4, 3, 260.0)]
-    with closing(open_stream(directory.store, STEPS)) as stream:
-        stream.write(
-            {"step": step, "attempt": attempt, "num_samples": 4, "step_s": 8.0, "time_s": time_s}
-            for step, attempt, time_s in times
-        )
+    lines = [{"step": step, "attempt": attempt, "time_s": time_s} for step, attempt, time_s in times]
+    write_ledger(directory.store, ({"num_samples": 4, "step_s": 8.0, **line} for line in lines))
     totals = read_totals(directory)
     assert (totals.samples, totals.num_lost) == (16, 1)
     assert goodput(totals) == {"wall_s": 90.0, "stall_s": 12.0, "goodput": round(32 / 90, 4)}

@@ -1,7 +1,5 @@
 """Where `fit` trains, and the calls that it refuses before anything starts."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

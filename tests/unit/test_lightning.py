@@ -1,7 +1,6 @@
 """`fit_module`: what is read from a LightningModule, and what is refused by name."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,39 +47,6 @@ class OwnStep(Module):
         pass
 
 
-class Two(Module):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
-
-
-class Groups(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([{"params": [param]} for param in self.parameters()], lr=0.1)
-
-
-class LeavesOut(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([self.layer.weight], lr=0.1)
-
-
-class Plateau(Module):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
-
-
-class Momentum(Module):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)]
-
-
-class Nothing(Module):
-    def configure_optimizers(self) -> Any:
-        return None
-
-
 class Annealed(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx) * min(1.0, self.global_step / 100)
@@ -92,19 +58,9 @@ class Alternating(Module):
         return super().training_step(batch, batch_idx) * (2 if batch_idx % 2 else 1)
 
 
-class Ahead(Module):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
-
-
 class Hidden(torch.optim.SGD):
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
-
-
-class WithHidden(Module):
-    def configure_optimizers(self) -> Any:
-        return Hidden(self.parameters(), lr=0.1)
 
 
 class Losses(Module):
@@ -126,19 +82,46 @@ DATA = TensorDataset(torch.zeros(32, 4))
         (Manual, "automatic_optimization=False"),
         (Hooked, r"Hooked\.on_train_epoch_end would not be called"),
         (OwnStep, r"OwnStep\.optimizer_step would not be called"),
-        (Two, "returns 2 optimizers"),
-        (Groups, "makes 2 groups of parameters"),
-        (LeavesOut, r"leaves out layer\.bias"),
-        (Plateau, "ReduceLROnPlateau does not follow from the step alone"),
-        (Momentum, "set cycle_momentum=False"),
-        (Nothing, "returns a NoneType, no optimizer"),
-        (nn.Linear, "takes a LightningModule"),
-        (WithHidden, r"Hidden takes \*\*settings"),
-        (Ahead, "uses estimated_stepping_batches of the trainer"),
+        (lambda: nn.Linear(4, 1), "takes a LightningModule"),
     ],
 )
-def test_what_would_train_differently_is_refused_by_name(kind: Any, sentence: str) -> None:
-    module = kind(4, 1) if kind is nn.Linear else kind()
+def test_what_would_train_differently_is_refused_by_name(kind: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        fit_module(Config(), kind(), dataset=DATA)
+
+
+def sgd(module: Module, **settings: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1, **settings)
+
+
+def plateau(module: Module) -> dict[str, Any]:
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer := sgd(module))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "loss"}}
+
+
+def one_cycle(module: Module) -> tuple[list[Any], list[Any]]:
+    optimizer = sgd(module, momentum=0.9)
+    return [optimizer], [lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)]
+
+
+OPTIMIZERS: dict[str, Callable[[Module], Any]] = {
+    "returns 2 optimizers": lambda module: [sgd(module), sgd(module)],
+    "makes 2 groups of parameters": lambda module: torch.optim.SGD(
+        [{"params": [param]} for param in module.parameters()], lr=0.1
+    ),
+    r"leaves out layer\.bias": lambda module: torch.optim.SGD([module.layer.weight], lr=0.1),
+    "ReduceLROnPlateau does not follow from the step alone": plateau,
+    "set cycle_momentum=False": one_cycle,
+    "returns a NoneType, no optimizer": lambda module: None,
+    r"Hidden takes \*\*settings": lambda module: Hidden(module.parameters(), lr=0.1),
+    "uses estimated_stepping_batches of the trainer": lambda module: module.trainer.estimated_stepping_batches,
+}
+
+
+@pytest.mark.parametrize("sentence", OPTIMIZERS)
+def test_optimizers_that_would_train_differently_are_refused_by_name(sentence: str) -> None:
+    module = Module()
+    module.configure_optimizers = lambda: OPTIMIZERS[sentence](module)
     with pytest.raises(UsageError, match=sentence):
         fit_module(Config(), module, dataset=DATA)
 

@@ -1,7 +1,5 @@
 """The page of `status --live`: who is admitted, what the page is sent, and how a request to kill is answered."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -49,9 +47,9 @@ def server(directory: RunDirectory) -> Iterator[LiveServer]:
         yield server
 
 
-def ask(server: LiveServer, path: str, **headers: str) -> HTTPResponse:
+def ask(server: LiveServer, path: str, body: str | None = None, **headers: str) -> HTTPResponse:
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request("GET", path, headers=headers)
+    connection.request("GET" if body is None else "POST", path, body, headers)
     return connection.getresponse()
 
 
@@ -63,9 +61,7 @@ def status_of(server: LiveServer, more: str = "") -> dict[str, Any]:
 
 
 def kill(server: LiveServer, body: str, token: str | None = None) -> tuple[int, str]:
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request("POST", "/kill", body, {"X-Steadfast-Token": server.token if token is None else token})
-    answer = connection.getresponse()
+    answer = ask(server, "/kill", body, **{"X-Steadfast-Token": server.token if token is None else token})
     return answer.status, json.loads(answer.read()).get("error", "")
 
 
@@ -81,9 +77,7 @@ def test_a_request_without_the_token_is_refused(server: LiveServer, path: str) -
 def test_a_kill_needs_the_token_in_a_header(server: LiveServer, directory: RunDirectory) -> None:
     assert kill(server, '{"rank": 0}', "")[0] == 403
     assert kill(server, '{"rank": 0}', "wrong")[0] == 403
-    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request("POST", f"/kill?token={server.token}", '{"rank": 0}')
-    assert connection.getresponse().status == 403
+    assert ask(server, f"/kill?token={server.token}", '{"rank": 0}').status == 403
     assert not directory.has_request()
 
 

@@ -1,7 +1,5 @@
 """Batches of samples: stacked or collated, the same wherever they are read, and the message for an odd sample."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData, ValidationTarget
-from steadfast.data.datasets import TextDataset, build_dataset
+from steadfast.data.datasets import TextDataset
 from steadfast.data.loader import Loader, num_loader_processes
 from steadfast.data.order import SampleOrder, build_order, samples_digest
 from steadfast.errors import DataError
@@ -163,11 +161,7 @@ def ragged(num: int) -> list[torch.Tensor]:
 
 
 def loader_with(collate: Target) -> Loader:
-    config = TargetData(
-        target="tests.unit.test_loader:ragged", args={"num": 40}, collate=collate, validation_fraction=0
-    )
-    dataset = build_dataset(config)
-    return Loader(dataset, SampleOrder(40, 0.0, 1), config, CPU)
+    return loader_of(ragged(40), validation_fraction=0.0, collate=collate)
 
 
 def test_a_function_of_the_users_makes_batches_of_ragged_samples_and_draws_the_same_wherever_it_runs() -> None:
@@ -203,15 +197,13 @@ NEGATIVE = Target(target="tests.unit.test_loader:negative")
     [
         (None, [8, 9]),
         (HeldOut(collate=NEGATIVE), [-8, -9]),
-        (ValidationTarget(target="builtins:range", args={}), None),
+        (ValidationTarget(target="tests.unit.test_loader:numbers"), [100, 101]),
     ],
 )
-def test_collate_is_for_training_and_validation_has_its_own(validation: Any, expected: list[int] | None) -> None:
-    own = {} if validation is None else {"validation": validation}
-    if expected is None:
-        own = {"validation": ValidationTarget(target="tests.unit.test_loader:numbers")}
-        expected = [100, 101]
-    config = TargetData(target="a:b", order="sequential", validation_fraction=0.2, collate=DOUBLED, **own)
+def test_collate_is_for_training_and_validation_has_its_own(validation: Any, expected: list[int]) -> None:
+    config = TargetData(
+        target="a:b", order="sequential", validation_fraction=0.2, collate=DOUBLED, validation=validation
+    )
     loader = Loader(range(10), build_order(config, 10, 1), config, CPU)
     loader.check_validation(4)
     assert next(loader.steps(microbatches(0, 2))).batch.tolist() == [0, 2]
@@ -335,7 +327,7 @@ class Spoilt:
 
 
 def test_samples_that_are_not_finite_are_found_by_reading_them_again() -> None:
-    loader = Loader(Spoilt(), SampleOrder(40, 0.0, 1), TargetData(target="here:data"), CPU)
+    loader = loader_of(Spoilt(), validation_fraction=0.0)
     assert sorted(loader.ids(0, 40)) == list(range(40))
     before = torch.get_rng_state()
     assert sorted(loader.not_finite(0, 40)) == [11, 13]

@@ -1,7 +1,5 @@
 """Images and tables of hooks, as trackers draw them."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is left of a GPU that was out of memory. There is none here: torch's two functions are replaced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,6 @@ def test_the_last_allocations_are_remembered_where_it_is_asked_for(recorded: lis
 @pytest.mark.usefixtures("recorded")
 def test_a_gpu_that_is_out_of_memory_leaves_its_allocations_and_says_how_to_see_them(tmp_path: Path) -> None:
     told = write_memory_history(REMEMBER, RunDirectory(LocalStore(tmp_path)), world(), CUDA, OUT)
-    assert told is not None
     assert (told.rank, told.attempt) == (3, 2)
     assert Path(told.path) == tmp_path / "profile" / "memory-attempt-2-rank-3.pickle"
     assert Path(told.path).read_text() == "allocations"

@@ -1,7 +1,5 @@
 """`batch.microbatch_size: auto`, as far as it goes without a world: what fits, and what the run remembers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +23,6 @@ BEGUN = RunStarted(time_s=0.0, launcher="ray")
 MIB = 1 << 20
 
 
-def nothing(line: str) -> None:
-    pass
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory(LocalStore(tmp_path / "run"))
@@ -36,7 +30,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 def start(directory: RunDirectory, size: object) -> Config:
     config = parse_config(AUTO, "run.yaml", [f"batch.microbatch_size={size}"])
-    assert start_or_resume(config, directory, BEGUN, nothing)
+    assert start_or_resume(config, directory, BEGUN, print)
     return config
 
 
@@ -67,17 +61,13 @@ class FakeAllocator:
             "max_memory_allocated": lambda device: self.peak,
             "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.held),
             "mem_get_info": lambda device: (1000 - 100 - 50 - self.held, 1000),
-            "empty_cache": nothing_at_all,
+            "empty_cache": lambda: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
     def run(self, num_samples: int) -> None:
         self.held = 210  # libraries set something aside the first time
         self.peak = max(self.peak, self.held + 20 + 30 * num_samples)
-
-
-def nothing_at_all() -> None:
-    pass
 
 
 def test_on_a_gpu_its_allocator_says_what_is_taken_and_free(monkeypatch: pytest.MonkeyPatch) -> None:

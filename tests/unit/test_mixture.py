@@ -1,7 +1,5 @@
 """Mixtures: shares of sources, the order of their samples, and what is refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

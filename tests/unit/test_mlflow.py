@@ -1,7 +1,5 @@
 """MLflow itself, on a database of its own: attempts of a run are one run there."""
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path

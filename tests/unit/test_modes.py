@@ -1,7 +1,5 @@
 """Which modules train: what the user has set, but for a model that came in evaluation mode as a whole."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A collective of the default group in the user's loss is refused before anything is sent."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 

@@ -1,8 +1,7 @@
 """Which losses are bad, and what follows: ordinary curves of many kinds raise no alarm, spikes in them do."""
 
-from __future__ import annotations
-
 import math
+import pickle
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -63,16 +62,10 @@ ORDINARY: dict[str, Callable[[np.random.Generator], Floats]] = {
 }
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 @pytest.mark.parametrize("curve", ORDINARY)
-def test_ordinary_curves_raise_no_alarm(curve: str) -> None:
-    assert alarms(ORDINARY[curve](np.random.default_rng(0))) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("curve", ORDINARY)
-def test_ordinary_curves_drawn_anew_raise_no_alarm(curve: str) -> None:
-    for seed in range(1, 5):
-        assert alarms(ORDINARY[curve](np.random.default_rng(seed))) == []
+def test_ordinary_curves_raise_no_alarm(curve: str, seed: int) -> None:
+    assert alarms(ORDINARY[curve](np.random.default_rng(seed))) == []
 
 
 @pytest.mark.parametrize("curve", ["language model", "small batches", "plateau without noise", "slow rise"])
@@ -227,7 +220,5 @@ def test_a_loss_that_stays_high_is_let_pass_once() -> None:
 
 
 def test_a_bad_step_travels_between_processes() -> None:
-    import pickle
-
     error = pickle.loads(pickle.dumps(BadStep((7, 9), "loss nan")))
     assert (error.steps, str(error)) == ((7, 9), "loss nan; a new attempt leaves out step 7 and 9")

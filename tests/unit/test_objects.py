@@ -1,7 +1,5 @@
 """Objects that a program gives to `fit`, on their way to workers."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from typing import Any

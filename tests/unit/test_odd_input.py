@@ -1,7 +1,5 @@
 """Files that nobody would write on purpose: each is one message, with its place and what to do, and none takes long."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -119,9 +117,9 @@ def test_a_key_of_a_merge_may_be_overridden() -> None:
     assert (config.optimizer.lr, getattr(config.optimizer, "weight_decay", None)) == (0.125, 0.25)
 
 
-def begin(directory: RunDirectory, said: list[str]) -> bool:
+def begin(directory: RunDirectory) -> bool:
     config = parse_config("run: {steps: 5}", "config.yaml", [f"run.storage={Path(directory.uri).parent}"])
-    return start_or_resume(config, directory, RunStarted(launcher="ray"), said.append)
+    return start_or_resume(config, directory, RunStarted(launcher="ray"), print)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +151,13 @@ def test_a_file_of_a_run(tmp_path: Path, name: str, content: bytes, said: str | 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_bytes(content)
     if said is None:
-        assert begin(directory, [])
+        assert begin(directory)
         assert directory.amendments().skip == frozenset()
         assert directory.last_step_line() == {}
         assert directory.pop_request() is None
     else:
         with pytest.raises(SteadfastError) as refused:
-            begin(directory, [])
+            begin(directory)
         assert said in str(refused.value)
         assert str(tmp_path / "run") in str(refused.value)
 
@@ -230,7 +228,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(name: str) -> None:
 def test_a_folder_in_the_place_of_a_file_of_a_run(tmp_path: Path, name: str) -> None:
     (tmp_path / "run" / name).mkdir(parents=True)
     with pytest.raises(StorageError, match=f"{name}.*s a directory"):
-        begin(RunDirectory(LocalStore(tmp_path / "run")), [])
+        begin(RunDirectory(LocalStore(tmp_path / "run")))
 
 
 @pytest.fixture

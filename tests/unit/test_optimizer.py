@@ -1,7 +1,5 @@
 """Which optimizer a configuration makes, and at which rates its groups go."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Microbatches in parts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

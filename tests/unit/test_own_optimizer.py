@@ -1,7 +1,5 @@
 """Which optimizers may be named by `target`, and that those train and resume as in a plain loop."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable, Mapping

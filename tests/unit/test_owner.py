@@ -53,9 +53,7 @@ def test_renewals_and_new_attempts_of_two_threads_do_not_undo_each_other(tmp_pat
     for thread in threads:
         thread.join()
     assert failures == []
-    written = read_owner(LocalStore(tmp_path))
-    assert written is not None
-    assert written.attempt == ownership.attempt == COUNT
+    assert read_owner(LocalStore(tmp_path)).attempt == ownership.attempt == COUNT
 
 
 def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None:
@@ -69,7 +67,6 @@ def test_one_command_at_a_time_and_the_next_one_after_it(tmp_path: Path) -> None
     first.release()
     assert second.next_attempt() == 1
     written = read_owner(LocalStore(tmp_path))
-    assert written is not None
     assert (written.attempt, written.gone) == (1, False)
 
 
@@ -216,9 +213,7 @@ def test_who_renews_and_meets_another_has_lost_the_run(short_lease: float) -> No
         time.sleep(0.01)
     assert "another command has taken over memory: on elsewhere, pid 1" in first.lost
     assert not first.holds()
-    written = read_owner(store)
-    assert written is not None
-    assert written.host == "elsewhere"
+    assert read_owner(store).host == "elsewhere"
 
 
 def test_a_late_write_of_a_killed_commands_process_does_not_take_the_run_back(tmp_path: Path) -> None:

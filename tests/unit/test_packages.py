@@ -1,7 +1,5 @@
 """Packages for workers: a layer above what their node has."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

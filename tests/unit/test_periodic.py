@@ -1,7 +1,5 @@
 """What follows a step: which acts are carried out, in which order, and who may request them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step costs each rank by itself, by the reports that heartbeats bring."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from steadfast.liveness.rank_times import RankTimes
@@ -69,7 +67,6 @@ def test_on_gpus_it_is_the_device_that_counts_unless_the_loader_takes_longer() -
         quick = report(0, step, {"loader": 0.01 * step, "forward": 9.0 * step}, device_s=0.2 * step)
         slow = report(1, step, {"loader": 0.5 * step, "forward": 0.0}, device_s=0.2 * step)
         told = times.look({"a": quick, "b": slow}, second)
-    assert told is not None
     assert told.own_ms == (200.0, 500.0)
 
 

@@ -1,7 +1,5 @@
 """What a rank of torchrun's says of an error, and when."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,6 @@
 """What a rank keeps of its steps does not grow with their number, and that it reads all of them back is no hang."""
 
 import tracemalloc
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,13 +11,13 @@ import torch
 
 from steadfast.config import Config, CosineConfig, DdpConfig, KeepBestConfig
 from steadfast.plan import Plan
-from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import StepStats, StepTimes
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import open_stream
 from steadfast.telemetry import recorder
 from steadfast.telemetry.meters import Meters
 from steadfast.world.runtime import Outcome
+from tests.support.history import write_ledger
 
 _STEPS = 20_000
 _MOST_BYTES = 100_000  # one float a step would take over six times as much
@@ -59,8 +58,8 @@ def test_rank_that_logs_nothing_gathers_nothing(follower: recorder.Recorder) -> 
 
 
 def test_whoever_waits_for_the_summary_sees_the_ledger_being_read(follower: recorder.Recorder) -> None:
-    with closing(open_stream(follower._directory.store, STEPS)) as stream:
-        stream.write([{"step": 1, "attempt": 1, "num_samples": 4, "step_s": 1.0, "time_s": 9.0}])
+    line = {"step": 1, "attempt": 1, "num_samples": 4, "step_s": 1.0, "time_s": 9.0}
+    write_ledger(follower._directory.store, [line])
     summary = follower._summary(Outcome("finished", 1), {})
     assert summary["samples"] == 4
     cast(Mock, follower._world.progress.mark).assert_called_once_with("end")

@@ -1,7 +1,5 @@
 """Commands that run elsewhere, and what a machine knows of where it is."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A command that starts, resumes or extends a run, or is refused with the difference."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -14,12 +12,13 @@ from steadfast.config import parse_config
 from steadfast.errors import RunConflict, StorageError
 from steadfast.launch.resume import start_or_resume
 from steadfast.plan import End
-from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
 from steadfast.run.owner import read_key
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import FileStream, open_stream
+from steadfast.storage.jsonl import FileStream
 from tests.support.events import event_lines
+from tests.support.history import write_ledger
 
 BEGUN = RunStarted(time_s=0.0, launcher="ray")
 CONFIG = """
@@ -29,20 +28,17 @@ data: {target: 'tests.examples.digits:dataset'}
 """
 
 
-def nothing(line: str) -> None:
-    pass
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    return RunDirectory(LocalStore(tmp_path / "run"))
+    directory = RunDirectory(LocalStore(tmp_path / "run"))
+    directory.check_writable()
+    return directory
 
 
 def test_another_run_begun_in_the_same_folder_takes_nothing_of_others_along(directory: RunDirectory) -> None:
-    directory.check_writable()
     directory.store.commit("model.safetensors", b"x")
-    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, BEGUN, nothing)
-    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, BEGUN, nothing)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 1}}"), directory, BEGUN, print)
+    start_or_resume(parse_config(f"{CONFIG}\nrun: {{seed: 2}}"), directory, BEGUN, print)
     assert directory.store.read("model.safetensors") == b"x"
     assert [event["event"] for event in event_lines(directory)] == ["run_started"]
 
@@ -61,14 +57,14 @@ def test_copies_of_a_killed_command_are_found_unless_the_run_begins_anew(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, words: str, again: bool | None, kept: bool
 ) -> None:
     monkeypatch.setattr(memory_server, "_END_S", 0.01)
-    start_or_resume(parse_config(CONFIG), directory, BEGUN, nothing)
+    start_or_resume(parse_config(CONFIG), directory, BEGUN, print)
     key = read_key(directory.store)
     listener = memory_server.listen(memory_server.server_name(directory.uri, key))
     assert listener
     listener.settimeout(0)
     begun = BEGUN.model_copy(update={"again": again})
     with listener:
-        start_or_resume(parse_config(f"{CONFIG}\nrun: {{{words}}}"), directory, begun, nothing)
+        start_or_resume(parse_config(f"{CONFIG}\nrun: {{{words}}}"), directory, begun, print)
         assert (read_key(directory.store) == key) == kept
         with nullcontext() if not kept else pytest.raises(BlockingIOError):
             connection, _ = listener.accept()
@@ -77,20 +73,18 @@ def test_copies_of_a_killed_command_are_found_unless_the_run_begins_anew(
 
 
 def test_copies_of_a_run_without_a_configuration_are_not_found(directory: RunDirectory, tmp_path: Path) -> None:
-    start_or_resume(parse_config(CONFIG), directory, BEGUN, nothing)
+    start_or_resume(parse_config(CONFIG), directory, BEGUN, print)
     key = read_key(directory.store)
     (tmp_path / "run" / "config.yaml").unlink()
-    start_or_resume(parse_config(CONFIG), directory, BEGUN, nothing)
+    start_or_resume(parse_config(CONFIG), directory, BEGUN, print)
     assert read_key(directory.store) != key
 
 
 def finish(directory: RunDirectory, text: str, num_samples: int) -> None:
     """Leave what a run leaves that has finished with step 13, of so many samples."""
-    assert start_or_resume(parse_config(text), directory, BEGUN, nothing)
-    stream = open_stream(directory.store, STEPS)
-    stream.write({"step": step, "attempt": 1, "num_samples": 13} for step in range(1, 13))
-    stream.write([{"step": 13, "attempt": 1, "num_samples": num_samples}])
-    stream.close()
+    assert start_or_resume(parse_config(text), directory, BEGUN, print)
+    write_ledger(directory.store, ({"step": step, "attempt": 1, "num_samples": 13} for step in range(1, 13)))
+    write_ledger(directory.store, [{"step": 13, "attempt": 1, "num_samples": num_samples}])
     directory.write_summary({"status": "finished", "step": 13, "metrics": {}})
 
 
@@ -100,7 +94,6 @@ LONGER = "batch: {global_size: 13}\nrun: {epochs: 4}"
 
 @pytest.mark.parametrize("longer", ["epochs: 4", "steps: 20"])
 def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: RunDirectory, longer: str) -> None:
-    directory.check_writable()
     finish(directory, EPOCHS, 9)
     said: list[str] = []
     extended = parse_config(f"batch: {{global_size: 13}}\nrun: {{{longer}}}")
@@ -113,40 +106,35 @@ def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: Ru
     # It was broken off before its first step, and is given another length, or the same one, or its first one again.
     for text in ("epochs: 5", "epochs: 5", "epochs: 3"):
         config = parse_config(f"batch: {{global_size: 13}}\nrun: {{{text}}}")
-        assert start_or_resume(config, directory, BEGUN, nothing)
+        assert start_or_resume(config, directory, BEGUN, print)
         assert directory.amendments().ends == (End(13, 165),)
 
 
 def test_a_run_that_ended_with_a_whole_step_has_nothing_to_tell(directory: RunDirectory) -> None:
-    directory.check_writable()
     finish(directory, EPOCHS, 13)
-    assert start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
+    assert start_or_resume(parse_config(LONGER), directory, BEGUN, print)
     assert directory.amendments().ends == ()
 
 
 def test_a_run_whose_ledger_lacks_its_last_steps_is_not_extended(directory: RunDirectory) -> None:
     """Its checkpoint may be of a short step, and the position behind that is told by nobody yet."""
-    directory.check_writable()
     finish(directory, EPOCHS, 9)
     checkpoint = Manifest(14, 1, 1, 0.0, "data", {})
     Catalog(directory.store).commit(checkpoint)
     with pytest.raises(RunConflict, match=r"a checkpoint of step 14, and its ledger ends with step 13.*run.epochs=3"):
-        start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
+        start_or_resume(parse_config(LONGER), directory, BEGUN, print)
     assert directory.stored_config() == parse_config(EPOCHS)
-    stream = open_stream(directory.store, STEPS)
-    stream.write([{"step": 14, "attempt": 2, "num_samples": 13, "confirmed": False}])
-    stream.close()
-    assert start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
+    write_ledger(directory.store, [{"step": 14, "attempt": 2, "num_samples": 13, "confirmed": False}])
+    assert start_or_resume(parse_config(LONGER), directory, BEGUN, print)
 
 
 def test_a_run_is_not_extended_where_its_end_cannot_be_written_down(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory.check_writable()
     finish(directory, EPOCHS, 9)
     monkeypatch.setattr(FileStream, "write", lambda self, lines: None)  # a disk that is full raises nothing
     with pytest.raises(StorageError, match="an event cannot be written"):
-        start_or_resume(parse_config(LONGER), directory, BEGUN, nothing)
+        start_or_resume(parse_config(LONGER), directory, BEGUN, print)
     assert directory.stored_config() == parse_config(EPOCHS)
     assert directory.summary()
 
@@ -155,7 +143,6 @@ def test_a_run_is_not_extended_where_its_end_cannot_be_written_down(
 def test_a_run_that_a_hook_has_ended_is_finished_until_another_length_is_asked_for(
     directory: RunDirectory, steps: int, goes_on: bool
 ) -> None:
-    directory.check_writable()
     said: list[str] = []
     assert start_or_resume(parse_config("run: {steps: 100}"), directory, BEGUN, said.append)
     summary = {"status": "finished", "step": 60, "metrics": {}, "ended_early": "loss has not been better than 2.1"}
@@ -184,11 +171,10 @@ TENTH = "run: {steps: 13}\nbatch: {global_size: 13, microbatch_size: 13}\noptimi
 def test_a_finished_run_of_other_values_is_a_conflict_that_lists_them(
     directory: RunDirectory, overrides: list[str], told: list[str]
 ) -> None:
-    directory.check_writable()
     finish(directory, TENTH, 13)
     config = parse_config(TENTH, overrides=overrides)
     with pytest.raises(RunConflict, match="has finished: 13 steps") as refused:
-        start_or_resume(config, directory, BEGUN, nothing)
+        start_or_resume(config, directory, BEGUN, print)
     assert all(part in str(refused.value) for part in told)
     assert "logging" not in str(refused.value)
     assert directory.summary(), "the finished run stays as it is"
@@ -199,7 +185,6 @@ def test_a_finished_run_of_other_values_is_a_conflict_that_lists_them(
 
 
 def test_a_finished_run_reports_differences_that_train_the_same_model_in_a_line_each(directory: RunDirectory) -> None:
-    directory.check_writable()
     finish(directory, TENTH, 13)
     said: list[str] = []
     words = ["logging.every_steps=3", "checkpoint.keep_last=9", "scaling.num_workers=2", "batch.microbatch_size=auto"]
@@ -216,26 +201,23 @@ def test_a_finished_run_reports_differences_that_train_the_same_model_in_a_line_
 
 
 def test_a_finished_run_that_is_extended_goes_on_with_other_values(directory: RunDirectory) -> None:
-    directory.check_writable()
     finish(directory, TENTH, 13)
     config = parse_config(TENTH, overrides=["optimizer.lr=0.5", "run.steps=20"])
-    assert start_or_resume(config, directory, BEGUN, nothing)
+    assert start_or_resume(config, directory, BEGUN, print)
     assert directory.stored_config() == config
 
 
 def test_the_number_that_auto_has_chosen_is_no_other_value_of_a_finished_run(directory: RunDirectory) -> None:
-    directory.check_writable()
     chosen = TENTH.replace("microbatch_size: 13", "microbatch_size: auto")
     finish(directory, chosen, 13)
     directory.write_microbatch_size(13)
-    assert not start_or_resume(parse_config(TENTH), directory, BEGUN, nothing)
+    assert not start_or_resume(parse_config(TENTH), directory, BEGUN, print)
     other = parse_config(TENTH, overrides=["batch.microbatch_size=4"])
     with pytest.raises(RunConflict, match=r"batch\.microbatch_size: auto -> 4"):
-        start_or_resume(other, directory, BEGUN, nothing)
+        start_or_resume(other, directory, BEGUN, print)
 
 
 def test_a_finished_run_without_its_configuration_says_that_nothing_was_compared(directory: RunDirectory) -> None:
-    directory.check_writable()
     finish(directory, TENTH, 13)
     directory.store.delete("config.yaml")
     said: list[str] = []
@@ -246,8 +228,7 @@ def test_a_finished_run_without_its_configuration_says_that_nothing_was_compared
 def test_a_run_that_has_lost_its_configuration_is_resumed_and_says_that_nothing_was_compared(
     directory: RunDirectory,
 ) -> None:
-    directory.check_writable()
-    assert start_or_resume(parse_config(EPOCHS), directory, BEGUN, nothing)
+    assert start_or_resume(parse_config(EPOCHS), directory, BEGUN, print)
     Catalog(directory.store).commit(Manifest(5, 1, 1, 0.0, "data", {}))
     directory.store.delete("config.yaml")
     said: list[str] = []
@@ -255,9 +236,7 @@ def test_a_run_that_has_lost_its_configuration_is_resumed_and_says_that_nothing_
     assert said == [f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations"]
 
 
-def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path / "run"))
-    directory.check_writable()
+def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(directory: RunDirectory) -> None:
     said: list[str] = []
     start_or_resume(parse_config(""), directory, BEGUN, said.append)
     directory.store.commit("checkpoints/step-00000001/manifest.json", b"{}")

@@ -1,7 +1,5 @@
 """Retention: which checkpoints are kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`runs`: the list of all runs, and what `--delete` deletes, keeps and refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

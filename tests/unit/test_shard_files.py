@@ -1,7 +1,5 @@
 """Shards of each format: every sample, the index, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import sys
@@ -37,6 +35,13 @@ def indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "indices"
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Return a folder for shards."""
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
 def shards(folder: Path, kind: str, *more: str) -> Shards:
     words = ", ".join([f"kind: {kind}", f"path: {folder}", *more])
     dataset = build_dataset(parse_config(f"data: {{{words}}}").data)
@@ -45,9 +50,9 @@ def shards(folder: Path, kind: str, *more: str) -> Shards:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_sample_is_read_in_any_order_and_in_another_process(tmp_path: Path, kind: str) -> None:
-    write_shards(tmp_path / "data", kind)
-    dataset = shards(tmp_path / "data", kind)
+def test_every_sample_is_read_in_any_order_and_in_another_process(data: Path, kind: str) -> None:
+    write_shards(data, kind)
+    dataset = shards(data, kind)
     assert len(dataset) == NUM_SAMPLES
     names = {"label": "cls", "tokens": "tokens.npy", "text": "txt"} if kind == "webdataset" else {}
     for one in (dataset, pickle.loads(pickle.dumps(dataset))):
@@ -59,34 +64,34 @@ def test_every_sample_is_read_in_any_order_and_in_another_process(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_columns_choose_the_values(tmp_path: Path, kind: str) -> None:
-    write_shards(tmp_path / "data", kind)
+def test_columns_choose_the_values(data: Path, kind: str) -> None:
+    write_shards(data, kind)
     column = "cls" if kind == "webdataset" else "label"
-    assert shards(tmp_path / "data", kind, f"columns: [{column}]")[5] == {column: 5}
+    assert shards(data, kind, f"columns: [{column}]")[5] == {column: 5}
     with pytest.raises(DataError, match="no_such"):
-        shards(tmp_path / "data", kind, "columns: [no_such]")[5]
+        shards(data, kind, "columns: [no_such]")[5]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "webdataset"])
-def test_an_index_is_made_once_and_anew_for_a_changed_file(tmp_path: Path, kind: str, indices: Path) -> None:
-    write_shards(tmp_path / "data", kind)
-    before = shards(tmp_path / "data", kind)
+def test_an_index_is_made_once_and_anew_for_a_changed_file(data: Path, kind: str, indices: Path) -> None:
+    write_shards(data, kind)
+    before = shards(data, kind)
     mark = fingerprint(before)
     made = {path: path.stat().st_mtime_ns for path in indices.iterdir()}
     assert len(made) == 2
-    assert shards(tmp_path / "data", kind).digest == before.digest
+    assert shards(data, kind).digest == before.digest
     assert {path: path.stat().st_mtime_ns for path in indices.iterdir()} == made
-    write_shards(tmp_path / "data", kind, (0, FIRST, NUM_SAMPLES - 10))
-    after = shards(tmp_path / "data", kind)
+    write_shards(data, kind, (0, FIRST, NUM_SAMPLES - 10))
+    after = shards(data, kind)
     assert len(after) == NUM_SAMPLES - 10
     assert fingerprint(after) != mark, "so that a resume refuses the data"
 
 
-def test_a_changed_parquet_has_another_fingerprint(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", "parquet")
-    before = fingerprint(shards(tmp_path / "data", "parquet", "columns: [label]"))
-    write_shards(tmp_path / "data", "parquet", (0, FIRST + 1, NUM_SAMPLES))
-    assert fingerprint(shards(tmp_path / "data", "parquet", "columns: [label]")) != before
+def test_a_changed_parquet_has_another_fingerprint(data: Path) -> None:
+    write_shards(data, "parquet")
+    before = fingerprint(shards(data, "parquet", "columns: [label]"))
+    write_shards(data, "parquet", (0, FIRST + 1, NUM_SAMPLES))
+    assert fingerprint(shards(data, "parquet", "columns: [label]")) != before
 
 
 def test_blocks_are_row_groups_or_runs_of_samples(tmp_path: Path) -> None:
@@ -133,13 +138,13 @@ def test_a_resume_opens_the_shards_of_its_samples_alone(
 
 @pytest.mark.parametrize(("num_readers", "request_bytes", "most"), [(2, 64, 2.1), (8, 64, 2.5), (8, 2**18, 8.1)])
 def test_readers_of_a_bucket_share_its_samples(
-    tmp_path: Path, num_readers: int, request_bytes: int, most: float, monkeypatch: pytest.MonkeyPatch
+    data: Path, num_readers: int, request_bytes: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reads whole blocks only if it uses enough of them, or if blocks are small."""
     monkeypatch.setattr("steadfast.data.shard_files._REQUEST_BYTES", request_bytes)
-    write_shards(tmp_path / "data", "jsonl", tuple(range(0, 20_001, 2000)))
+    write_shards(data, "jsonl", tuple(range(0, 20_001, 2000)))
     monkeypatch.setattr("steadfast.data.shard_formats._BLOCK_SAMPLES", 64)
-    dataset = shards(tmp_path / "data", "jsonl")
+    dataset = shards(data, "jsonl")
     order = build_order(parse_config("data: {kind: text, order: blocks}").data, Extent.of(dataset), seed=4)
     cut = mock.Mock(wraps=shard_formats._cut)
     monkeypatch.setattr("steadfast.data.shard_formats._cut", cut)
@@ -154,11 +159,10 @@ def test_readers_of_a_bucket_share_its_samples(
         assert cut.call_count < 1.1 * len(dataset.blocks)
 
 
-def test_samples_share_nothing_with_each_other_or_a_later_epoch(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+def test_samples_share_nothing_with_each_other_or_a_later_epoch(data: Path) -> None:
     rows = [{"words": ["a", "b"], "tokens": [1, 2], "some": [1, None], "number": n, "maybe": None} for n in range(40)]
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data/0.parquet", row_group_size=10)
-    dataset = shards(tmp_path / "data", "parquet")
+    parquet.write_table(pa.Table.from_pylist(rows), data / "0.parquet", row_group_size=10)
+    dataset = shards(data, "parquet")
     wanted = [3, 39, 3, 12, 25]
     for _ in range(2):
         samples = dataset.__getitems__(wanted)
@@ -170,10 +174,10 @@ def test_samples_share_nothing_with_each_other_or_a_later_epoch(tmp_path: Path) 
             sample["tokens"][:] = 0
 
 
-def test_memory_holds_the_blocks_of_a_window_and_a_few_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_shards(tmp_path / "data", "jsonl")
+def test_memory_holds_the_blocks_of_a_window_and_a_few_more(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(data, "jsonl")
     monkeypatch.setattr("steadfast.data.shard_formats._BLOCK_SAMPLES", 1)
-    dataset = shards(tmp_path / "data", "jsonl")
+    dataset = shards(data, "jsonl")
     held: list[int] = []
     read = Shards._read
 
@@ -187,32 +191,30 @@ def test_memory_holds_the_blocks_of_a_window_and_a_few_more(tmp_path: Path, monk
     assert len(dataset._taken) == len(dataset._blocks) == 16
 
 
-def test_a_missing_package_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data").mkdir()
-    with tarfile.open(tmp_path / "data/0.tar", "w") as tar:
+def test_a_missing_package_is_no_damaged_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tarfile.open(data / "0.tar", "w") as tar:
         add(tar, "0.jpg", b"pixels")
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ConfigError, match=r"data\.kind: needs PIL: pip install 'steadfast\[vision\]'"):
-        shards(tmp_path / "data", "webdataset")[0]
+        shards(data, "webdataset")[0]
 
 
-def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_files_are_open_at_a_time(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.data.shard_files._OPEN_FILES", 3)
-    write_shards(tmp_path / "data", "jsonl", tuple(range(0, 701, 100)))
-    dataset = shards(tmp_path / "data", "jsonl", "order: shuffled")
+    write_shards(data, "jsonl", tuple(range(0, 701, 100)))
+    dataset = shards(data, "jsonl", "order: shuffled")
     for index in (0, 160, 220, 380, 440, 0, 699):
         assert dataset[index]["label"] == index
         assert len(dataset._open) <= 3
 
 
-def test_numbers_of_parquet_keep_their_types(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    writer = parquet.ParquetWriter(tmp_path / "data" / "1.parquet", pa.schema({"a": pa.int64()}))
+def test_numbers_of_parquet_keep_their_types(data: Path) -> None:
+    writer = parquet.ParquetWriter(data / "1.parquet", pa.schema({"a": pa.int64()}))
     for rows in ([], [1, 2], [], [3]):  # some row groups are empty
         writer.write_table(pa.table({"a": pa.array(rows, pa.int64())}))
     writer.close()
-    assert [int(shards(tmp_path / "data", "parquet")[index]["a"]) for index in range(3)] == [1, 2, 3]
-    (tmp_path / "data" / "1.parquet").unlink()
+    assert [int(shards(data, "parquet")[index]["a"]) for index in range(3)] == [1, 2, 3]
+    (data / "1.parquet").unlink()
     columns = {
         "fixed": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2)),
         "half": pa.array([1.5, 2.5], pa.float32()),
@@ -221,8 +223,8 @@ def test_numbers_of_parquet_keep_their_types(tmp_path: Path) -> None:
         "holes": pa.array([[1, None], [2, 3]]),
         "text": pa.array(["a", "b"]),
     }
-    parquet.write_table(pa.table(columns), tmp_path / "data" / "0.parquet")
-    dataset = shards(tmp_path / "data", "parquet")
+    parquet.write_table(pa.table(columns), data / "0.parquet")
+    dataset = shards(data, "parquet")
     first, second = dataset[0], dataset[1]
     assert (first["half"].dtype, first["tokens"].dtype) == (np.float32, np.int16)
     assert second["tokens"].tolist() == [3]
@@ -233,16 +235,15 @@ def test_numbers_of_parquet_keep_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("are_tuples", [False, True])
-def test_columns_of_parquet_make_the_batch_that_their_samples_make(tmp_path: Path, are_tuples: bool) -> None:
-    (tmp_path / "data").mkdir()
+def test_columns_of_parquet_make_the_batch_that_their_samples_make(data: Path, are_tuples: bool) -> None:
     columns = {
         "tokens": pa.array([[row, -row] for row in range(300)], pa.list_(pa.int16())),
         "half": pa.array(np.arange(300) / 2, pa.float32()),
         "seen": pa.array([row % 3 == 0 for row in range(300)]),
     }
     table = pa.table(columns).replace_schema_metadata({TUPLES: b"1"} if are_tuples else None)
-    parquet.write_table(table, tmp_path / "data" / "0.parquet", row_group_size=100)
-    samples = shards(tmp_path / "data", "parquet").__getitems__([250, 7, 130, 8, 251])
+    parquet.write_table(table, data / "0.parquet", row_group_size=100)
+    samples = shards(data, "parquet").__getitems__([250, 7, 130, 8, 251])
     assert isinstance(samples, Rows)  # else nothing is compared below
     found, expected = (list(tensors_of(stack(each))) for each in (samples, list(samples)))
     assert type(stack(samples)) is (tuple if are_tuples else dict)
@@ -267,22 +268,20 @@ def test_lists_of_other_lengths_in_another_row_group_are_told(tmp_path: Path) ->
             loader.fetch(Microbatch(1, 0, start, start + 4, 1))
 
 
-def test_images_of_a_tar_are_tensors(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+def test_images_of_a_tar_are_tensors(data: Path) -> None:
     image = io.BytesIO()
     Image.new("RGB", (4, 3), (255, 0, 0)).save(image, "png")
-    with tarfile.open(tmp_path / "data" / "0.tar", "w") as tar:
+    with tarfile.open(data / "0.tar", "w") as tar:
         add(tar, "a/0.png", image.getvalue())
         add(tar, "a/0.json", b'{"class": 3}')
-    sample = shards(tmp_path / "data", "webdataset")[0]
+    sample = shards(data, "webdataset")[0]
     assert sample["png"].shape == (3, 3, 4)
     assert sample["json"] == {"class": 3}
 
 
-def test_empty_lines_and_a_missing_last_end_are_no_samples(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "0.jsonl").write_text('\n{"a": 1}\n\n\n{"a": 2}\n{"a": 3}')
-    dataset = shards(tmp_path / "data", "jsonl")
+def test_empty_lines_and_a_missing_last_end_are_no_samples(data: Path) -> None:
+    (data / "0.jsonl").write_text('\n{"a": 1}\n\n\n{"a": 2}\n{"a": 3}')
+    dataset = shards(data, "jsonl")
     assert [dataset[index]["a"] for index in range(len(dataset))] == [1, 2, 3]
 
 
@@ -308,30 +307,29 @@ def cut(path: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_shard_is_named(tmp_path: Path, kind: str, damage: Any, sentence: str) -> None:
-    write_shards(tmp_path / "data", kind, (0, 100))
-    (path,) = (tmp_path / "data").iterdir()
+def test_a_damaged_shard_is_named(data: Path, kind: str, damage: Any, sentence: str) -> None:
+    write_shards(data, kind, (0, 100))
+    (path,) = data.iterdir()
     damage(path)
     with pytest.raises(DataError, match=sentence):
-        shards(tmp_path / "data", kind)[0]
+        shards(data, kind)[0]
 
 
 @pytest.mark.parametrize("other", [{"label": ["a"]}, {"label": [1], "more": [2]}])
-def test_files_with_different_columns_are_named(tmp_path: Path, other: dict[str, Any]) -> None:
-    (tmp_path / "data").mkdir()
-    parquet.write_table(pa.table({"label": [0]}), tmp_path / "data" / "0.parquet")
-    parquet.write_table(pa.table(other), tmp_path / "data" / "1.parquet")
+def test_files_with_different_columns_are_named(data: Path, other: dict[str, Any]) -> None:
+    parquet.write_table(pa.table({"label": [0]}), data / "0.parquet")
+    parquet.write_table(pa.table(other), data / "1.parquet")
     for _ in range(2):  # the second time from the index
         with pytest.raises(DataError, match=r"1\.parquet and 0\.parquet have different columns: .*data\.columns"):
-            shards(tmp_path / "data", "parquet")
+            shards(data, "parquet")
     if "more" in other:
-        assert len(shards(tmp_path / "data", "parquet", "columns: [label]")) == 2
+        assert len(shards(data, "parquet", "columns: [label]")) == 2
 
 
-def test_a_file_that_changes_under_its_index_is_told_with_the_remedy(tmp_path: Path) -> None:
-    write_shards(tmp_path / "data", "webdataset")
-    dataset = shards(tmp_path / "data", "webdataset")
-    cut(tmp_path / "data" / "0.tar")
+def test_a_file_that_changes_under_its_index_is_told_with_the_remedy(data: Path) -> None:
+    write_shards(data, "webdataset")
+    dataset = shards(data, "webdataset")
+    cut(data / "0.tar")
     with pytest.raises(DataError, match=r"0\.tar cannot be read .* delete .*indices"):
         dataset[599]
 

@@ -1,7 +1,5 @@
 """One rank's tensors as a file: any cut of the state can be read from any other."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """What a loss would cost in steps, and what copies in memory may take of it."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -15,7 +13,6 @@ from steadfast.config import DdpConfig, Every
 from steadfast.loop.trigger import Interval
 from steadfast.parallel import build_parallel
 from steadfast.parallel.precision import Precision
-from steadfast.run import events
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import WorkerProcess, form_world
 
@@ -94,7 +91,6 @@ def test_a_copy_waits_for_its_memory_and_the_next_one_is_due_by_the_time_of_the_
         while not snapshots.wanted():
             time.sleep(0.01)
         taken = snapshots.take(1, state)
-        assert isinstance(taken, events.Snapshot)
         assert taken.stall_s >= 0.2
         assert snapshots._next_s - time.monotonic() < 0.1 / _TIME_SHARE
     finally:

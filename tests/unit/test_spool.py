@@ -1,7 +1,5 @@
 """Files of libraries that know no buckets, on their way to one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each cloud's notice of preemption, by its own protocol, and everything that a metadata service may answer instead."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -77,9 +75,7 @@ def test_no_notice_then_a_notice_with_its_deadline(service: MetadataService, nam
     ask = cloud(name, service.host)
     assert ask() is None
     service.items.update(NOTICES[name])
-    notice = ask()
-    assert notice is not None
-    assert notice.deadline_s == REAL_DEADLINE_S[name]
+    assert ask().deadline_s == REAL_DEADLINE_S[name]
 
 
 # --- AWS
@@ -260,9 +256,7 @@ def test_the_cloud_that_answers_is_the_one_that_is_asked_from_then_on(service: M
     assert ask() is None
     service.asked.clear()
     service.items.update(NOTICES[name])
-    notice = ask()
-    assert notice is not None
-    assert notice.deadline_s == REAL_DEADLINE_S[name]
+    assert ask().deadline_s == REAL_DEADLINE_S[name]
     assert {path for path in service.asked if path != NAME} == set(NOTICES[name])
 
 
@@ -314,32 +308,22 @@ def at(deadline_s: float) -> Notice:
     return Notice(deadline_s, "going")
 
 
-def test_a_notice_drains_once() -> None:
-    assert polled(None, at(30)) == [30]
-
-
-def test_a_refused_drain_is_tried_again_until_it_is_accepted() -> None:
-    assert polled(None, at(30), refusals=3) == [30, 30, 30, 30]
-
-
-def test_a_refused_drain_is_tried_again_while_the_cloud_gives_wrong_answers() -> None:
-    assert polled(at(30), OSError(), refusals=3) == [30, 30, 30, 30]
-
-
-def test_a_notice_withdrawn_before_ray_accepted_is_not_tried_again() -> None:
-    assert polled(at(30), at(30), None, refusals=9) == [30, 30]
-
-
-def test_a_deadline_that_moves_with_the_clock_counts_from_when_it_was_first_seen() -> None:
-    assert polled(*(at(30 + second) for second in range(8)), refusals=3) == [30, 30, 30, 30]
-
-
-def test_only_a_sooner_deadline_drains_again() -> None:
-    assert polled(at(120), at(150), at(119.5), at(30), at(120)) == [120, 30]
-
-
-def test_a_notice_after_one_that_was_withdrawn_drains_anew() -> None:
-    assert polled(at(30), None, at(200)) == [30, 200]
+@pytest.mark.parametrize(
+    ("said", "refusals", "asked"),
+    [
+        pytest.param([None, at(30)], 0, [30], id="a notice drains once"),
+        pytest.param([None, at(30)], 3, [30] * 4, id="until Ray accepts"),
+        pytest.param([at(30), OSError()], 3, [30] * 4, id="also while the cloud gives wrong answers"),
+        pytest.param([at(30), at(30), None], 9, [30, 30], id="withdrawn before Ray has accepted"),
+        pytest.param([at(30 + second) for second in range(8)], 3, [30] * 4, id="moves with the clock"),
+        pytest.param([at(120), at(150), at(119.5), at(30), at(120)], 0, [120, 30], id="only a sooner deadline"),
+        pytest.param([at(30), None, at(200)], 0, [30, 200], id="anew after one that was withdrawn"),
+    ],
+)
+def test_a_watcher_drains_once_for_each_notice_and_tries_again_where_ray_refuses(
+    said: list[Notice | Exception | None], refusals: int, asked: list[float]
+) -> None:
+    assert polled(*said, refusals=refusals) == asked
 
 
 def test_refusals_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

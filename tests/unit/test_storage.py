@@ -1,7 +1,5 @@
 """Each store keeps to one contract. A bucket's, over a network that fails, is in tests/dist/test_s3.py."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

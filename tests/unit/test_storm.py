@@ -1,7 +1,5 @@
 """Storms strike everyone alike, and their table tells what each contender has made of them."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import Counter

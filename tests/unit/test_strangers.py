@@ -1,7 +1,5 @@
 """Run directories that somebody else has written: what reading verbs show of them, open and believe."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import steadfast.commands.status
 from steadfast.cli import main
 from steadfast.config import Config
 from steadfast.run import events
@@ -130,13 +129,17 @@ def test_a_store_does_not_write_through_a_link(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+def report_of(folder: Path) -> str:
+    assert main(0.0, ["report", str(folder)]) == 0
+    return (folder / "report.html").read_text()
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
-def test_a_report_does_not_follow_links(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_report_does_not_follow_links(tmp_path: Path, name: str) -> None:
     directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
     directory.write_config(Config())
     link(tmp_path / "run" / name)
-    assert main(0.0, ["report", str(tmp_path / "run")]) == 0
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = report_of(tmp_path / "run")
     assert "of another user" not in page
     assert ("the file is a link, which is not followed" in page) is (name == "config.yaml")
 
@@ -146,10 +149,15 @@ def test_a_report_shows_what_was_read_from_the_configuration(tmp_path: Path) -> 
     directory.write_config(Config())
     with (tmp_path / "run" / "config.yaml").open("a") as file:
         file.write("# words that are no configuration\n")
-    assert main(0.0, ["report", str(tmp_path / "run")]) == 0
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = report_of(tmp_path / "run")
     assert "global_size" in page
     assert "words that are no configuration" not in page
+
+
+@pytest.fixture(autouse=True)
+def no_worker_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare `status` its wait for the workers of runs that only look as if they were in progress."""
+    monkeypatch.setattr(steadfast.commands.status, "_WORKERS_S", 0.0)
 
 
 NAN = float("nan")
@@ -253,8 +261,7 @@ def test_a_report_escapes_what_it_shows(tmp_path: Path) -> None:
     second = SECOND.model_copy(update={"source": script, "nodes": {script: (0, 1)}})
     run_at(tmp_path / "run", os.getpid(), started(), FIRST, lost, ENDED, second)
     (tmp_path / "run" / "environment.json").write_text(json.dumps({script: script}))
-    assert main(0.0, ["report", str(tmp_path / "run")]) == 0
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = report_of(tmp_path / "run")
     assert "&lt;script&gt;alert(1)" in page
     assert "<script>alert" not in page
     assert "<img src=x" not in page

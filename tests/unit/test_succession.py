@@ -1,7 +1,5 @@
 """A coordinator that takes over from one that was killed, without Ray: what it knows, and what it does to workers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -25,16 +23,14 @@ from steadfast.run.events import (
     AttemptEnded,
     AttemptStarted,
     Checkpoint,
-    Event,
     Failure,
-    Log,
     Notice,
     RunStarted,
     Scale,
 )
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from tests.support.events import event_lines
+from tests.support.events import LOG, changed, event_lines
 
 SILENCE_S = 0.1
 HANGS_S = 5.0
@@ -84,6 +80,14 @@ class Line:
 
     async def come_back(self, *names: str, commands: Commands = NONE) -> list[bool]:
         return [await self.subject.rejoin(member(name), self.places.get(name), commands) for name in names]
+
+    async def survive(self, *names: str) -> None:
+        """Report from each of these that a peer is lost, and have them form the next world."""
+        report = FailureReport(FailureKind.PEER, 1, 7, "Connection closed by peer", "")
+        reports = [asyncio.ensure_future(self.subject.failed(name, report)) for name in names]
+        await self.come_back(*names)
+        assert not any([await each for each in reports])
+        await self.form(*names)
 
     def told(self, name: str) -> list[dict[str, Any]]:
         return [line for line in event_lines(self.directory) if line["event"] == name]
@@ -142,11 +146,7 @@ def test_one_that_died_with_the_coordinator_is_lost_once_its_world_stands_still(
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
-        report = FailureReport(FailureKind.PEER, 1, 7, "Connection closed by peer", "")
-        reports = [asyncio.ensure_future(line.subject.failed(name, report)) for name in "ab"]
-        await line.come_back("a", "b")
-        assert [await each for each in reports] == [False, False]
-        await line.form("a", "b")
+        await line.survive("a", "b")
         assert {name: place.rank for name, place in line.places.items()} == {"b": 0, "a": 1}
         assert {place.attempt for place in line.places.values()} == {2}
         assert await line.come_back("c") == [False]
@@ -168,11 +168,7 @@ def test_where_storage_does_not_say_who_trains_the_workers_do(tmp_path: Path, mo
         with monkeypatch.context() as patch:
             patch.setattr(Ownership, "renew", refuse)
             await line.die()
-        report = FailureReport(FailureKind.PEER, 1, 7, "Connection closed by peer", "")
-        reports = [asyncio.ensure_future(line.subject.failed(name, report)) for name in "ca"]
-        await line.come_back("a", "c")
-        assert [await each for each in reports] == [False, False]
-        await line.form("a", "c")
+        await line.survive("a", "c")
         assert {name: place.rank for name, place in line.places.items()} == {"c": 0, "a": 1}
 
     (failure,) = play(tmp_path, story).told("failure")
@@ -297,9 +293,7 @@ def test_events_that_the_driver_has_shown_are_forgotten(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         shown = 0
         for number in range(200):
-            figures = {"loss": 1.0, "lr": 1.0, "grad_norm": 1.0, "step_ms": 1, "units_per_s": 1, "samples_per_s": 1}
-            log: Event = Log(step=number, total_steps=9, unit="tok", memory_bytes=1, world_size=1, eta_s=1, **figures)
-            line.subject.record(log)
+            line.subject.record(changed(LOG, step=number))
             if number % 10 == 0:
                 line.subject.record(AttemptEnded(attempt=number, cause="resized"))
             told = await line.subject.events(shown, stop=False)

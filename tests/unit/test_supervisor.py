@@ -1,7 +1,5 @@
 """What the supervisor decides about a world that does not get on, over reports that nobody has to wait for."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -45,17 +43,11 @@ class World(Supervised):
             since = self._since.get(name)
             if since is None or since[0] != (mark, self.step):
                 since = self._since[name] = ((mark, self.step), self.now_s)
-            report = {
-                "attempt": 1,
-                "rank": rank,
-                "position": [self.step, 0, place, 1, inside],
-                "step": self.step,
-                "phase": phase,
-                "seconds": self.now_s - since[1],
-                "limit_s": LEAST_S,
-                "spent_s": {},
-            }
-            self.supervisor.heard(name, {"progress": report})
+            self.report(name, rank, [self.step, 0, place, 1, inside], phase=phase, seconds=self.now_s - since[1])
+
+    def report(self, name: str, rank: int, position: list[int], **fields: Any) -> None:
+        report = {"attempt": 1, "rank": rank, "position": position, "step": self.step, "limit_s": LEAST_S}
+        self.supervisor.heard(name, {"progress": {**report, "spent_s": {}, **fields}})
 
     def told(self) -> list[tuple[Any, ...]]:
         """Return the decisions so far, but those about stacks."""
@@ -101,9 +93,7 @@ def train(world: World, seconds: int, slow: str = "") -> None:
         for rank, name in enumerate(world.world):
             world.spent_s[name] = world.spent_s.get(name, 0.0) + (0.5 if name == slow else 0.1)
             spent_s = {"forward": world.spent_s[name], "gradients": world.step - world.spent_s[name]}
-            report = {"attempt": 1, "rank": rank, "position": [world.step, 0, 1, 1, 0], "step": world.step}
-            report |= {"phase": "forward", "seconds": 0.1, "limit_s": LEAST_S, "spent_s": spent_s}
-            world.supervisor.heard(name, {"progress": report})
+            world.report(name, rank, [world.step, 0, 1, 1, 0], phase="forward", seconds=0.1, spent_s=spent_s)
         world.now_s += 1.0
         world.check(world.now_s)
 

@@ -1,7 +1,5 @@
 """Code that a configuration names: where it is found, and the message when it is not."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

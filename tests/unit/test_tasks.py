@@ -1,7 +1,5 @@
 """Tasks: built in, a function of the user's own, and logits of a few tokens at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,9 +1,7 @@
 """Which layers a plan splits, and which models cannot be split."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,8 +58,8 @@ class Net(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
-def examine(model: nn.Module, size: int = 2, plan: dict[str, str] | None = None) -> None:
-    layers = layers_of_plan(model, PLAN if plan is None else plan, size)
+def examine(model: nn.Module, size: int = 2) -> None:
+    layers = layers_of_plan(model, PLAN, size)
     examine_split(model, layers, size, lambda: Sums(model(torch.ones(2, WIDTH)).sum(), 2), CPU)
 
 
@@ -96,10 +94,6 @@ def test_layers_of_hugging_faces_plan_are_split_and_its_head_stays_whole() -> No
     assert layers_of_plan(model, None, 2) == layers_of_plan(model, PLAN, 2)
 
 
-def tied(net: Net) -> None:
-    net.last.weight = net.layers[0].up.weight  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize(
     ("plan", "size", "message"),
     [
@@ -118,7 +112,7 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(plan: dict[str, str] | No
 
 def test_weights_that_are_split_and_whole_at_once_are_refused() -> None:
     model = Net()
-    tied(model)
+    model.last.weight = model.layers[0].up.weight  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"layers\.0\.up shares its weights with last"):
         layers_of_plan(model, PLAN, 2)
 
@@ -130,16 +124,6 @@ def test_a_style_of_hugging_face_that_is_not_known_is_refused_by_name() -> None:
         layers_of_plan(model, None, 2)
 
 
-class Dropping(Layer):
-    def between(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return F.dropout(hidden, 0.1)
-
-
-class Normalised(Layer):
-    def between(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return F.layer_norm(hidden, hidden.shape[-1:])
-
-
 class Scaled(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -147,23 +131,6 @@ class Scaled(Layer):
 
     def between(self, x: Tensor, hidden: Tensor) -> Tensor:
         return hidden * self.scale
-
-
-class Gated(Layer):
-    def between(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return hidden * x.sum(-1, keepdim=True)
-
-
-class Numbered(Layer):
-    """Knows each feature by its number, as some attention knows its heads."""
-
-    def between(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return hidden * torch.arange(hidden.shape[-1])
-
-
-class OfFixedSize(Layer):
-    def between(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return hidden.view(len(hidden), HIDDEN)
 
 
 class Leaking(Layer):
@@ -186,15 +153,38 @@ class Counting(Layer):
         return super().forward(self.norm(x))
 
 
+def between(compute: Callable[[Tensor, Tensor], Tensor]) -> type[Layer]:
+    """Return a layer that computes this of its input and of its column's results."""
+
+    class Between(Layer):
+        def between(self, x: Tensor, hidden: Tensor) -> Tensor:
+            return compute(x, hidden)
+
+    return Between
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (Dropping, "random numbers are drawn between a column and its row layers.0.down, as by dropout"),
-        (Normalised, "row layers.0.down each feature's result depends on features of other parts"),
+        (
+            between(lambda x, hidden: F.dropout(hidden, 0.1)),
+            "random numbers are drawn between a column and its row layers.0.down, as by dropout",
+        ),
+        (
+            between(lambda x, hidden: F.layer_norm(hidden, hidden.shape[-1:])),
+            "row layers.0.down each feature's result depends on features of other parts",
+        ),
         (Scaled, "layers.0.scale is used between a column and its row layers.0.down"),
-        (Gated, "is used between a column and its row layers.0.down"),
-        (Numbered, "or on its number among all"),
-        (OfFixedSize, "its code does not work with 1/2 of the features"),
+        (
+            between(lambda x, hidden: hidden * x.sum(-1, keepdim=True)),
+            "is used between a column and its row layers.0.down",
+        ),
+        # As some attention knows its heads.
+        (between(lambda x, hidden: hidden * torch.arange(hidden.shape[-1])), "or on its number among all"),
+        (
+            between(lambda x, hidden: hidden.view(len(hidden), HIDDEN)),
+            "its code does not work with 1/2 of the features",
+        ),
         (Leaking, "the results of its column layers.0.up are used beyond a row"),
         (Whole, "its row layers.0.down takes no results of a column"),
         (Counting, "a forward changes its buffer layers.0.norm."),
@@ -246,23 +236,22 @@ def test_keys_that_exclude_each_other_are_refused(words: list[str], message: str
         small("nowhere", "parallel.kind=fsdp", *words)
 
 
+def worlds_of_eight(**sizes: int) -> list[World]:
+    return [World(rank, 8, 1, SimpleNamespace(), **sizes) for rank in range(8)]  # type: ignore[arg-type]
+
+
 def test_ranks_of_a_tensor_group_read_the_same_samples_and_one_of_them_counts() -> None:
-    places = []
-    for rank in range(8):
-        world = World(rank, 8, 1, SimpleNamespace(), replica_size=4, tensor_size=2)  # type: ignore[arg-type]
-        places.append((world.data_rank, world.shard, world.tensor, world.counts))
-    assert [place[0] for place in places] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [place[1] for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [place[3] for place in places] == [True, False] * 4
-    assert world.lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert world.lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert world.lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    worlds = worlds_of_eight(replica_size=4, tensor_size=2)
+    assert [world.data_rank for world in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [world.shard for world in worlds] == [0, 0, 1, 1] * 2
+    assert [world.counts for world in worlds] == [True, False] * 4
+    assert worlds[7].lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert worlds[7].lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert worlds[7].lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_a_rank_of_a_stage_sends_to_the_rank_with_its_part_and_one_of_the_last_stage_counts() -> None:
-    worlds = []
-    for rank in range(8):
-        worlds.append(World(rank, 8, 1, SimpleNamespace(), replica_size=4, stages=2, tensor_size=2))  # type: ignore[arg-type]
+    worlds = worlds_of_eight(replica_size=4, stages=2, tensor_size=2)
     assert [world.data_rank for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [world.stage for world in worlds] == [0, 0, 1, 1] * 2
     assert [world.counts for world in worlds] == [False, False, True, False] * 2

@@ -1,7 +1,5 @@
 """One number gives all limits, and they keep their order."""
 
-from __future__ import annotations
-
 import pytest
 
 from steadfast.world.timeouts import Timeouts

@@ -1,7 +1,5 @@
 """`tokenize`: every document once, also after an interruption, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

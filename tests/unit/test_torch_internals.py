@@ -1,12 +1,11 @@
 """Fails first when an upgrade of PyTorch moves what is used of its private names, or words a lost peer otherwise."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,12 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import _utils
-from torch.utils import _pytree as pytree
 
-from steadfast.parallel.deferred import build_without_memory
 from steadfast.world.allocations import Allocations
 from steadfast.world.groups import is_peer_loss
 
@@ -57,13 +52,6 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
     }
 
 
-def test_process_groups() -> None:
-    assert not parameters(distributed_c10d._get_default_group)
-    assert isinstance(distributed_c10d._world.group_count, int)
-    assert callable(dist.ProcessGroup._get_backend)
-    assert callable(dist.ProcessGroup.allreduce)  # what the control channel calls in place of dist.all_reduce
-
-
 def test_the_default_group_may_be_replaced_for_a_while() -> None:
     assert isinstance(type(distributed_c10d._world).default_pg, property)
     assert isinstance(distributed_c10d._world.pg_map, dict)
@@ -71,26 +59,14 @@ def test_the_default_group_may_be_replaced_for_a_while() -> None:
 
 
 def test_names_of_groups_follow_from_the_count_that_is_reset() -> None:
+    assert isinstance(distributed_c10d._world.group_count, int)
     assert "group_count" in inspect.getsource(distributed_c10d._process_group_name)
-
-
-def test_metadata_of_dcp_name_the_classes_that_are_allowed() -> None:
-    assert inspect.isclass(filesystem._StorageInfo)
-    assert inspect.isclass(metadata._MEM_FORMAT_ENCODING)
-    assert callable(torch.serialization._get_layout)
 
 
 def test_an_nccl_communicator_can_be_aborted() -> None:
     if not dist.is_nccl_available():
         pytest.skip("this PyTorch has no NCCL")
     assert callable(dist.ProcessGroupNCCL.abort)
-
-
-def test_compilations_are_told_to_whoever_asks() -> None:
-    from torch._dynamo.callback import callback_handler
-
-    assert parameters(callback_handler.register_start_callback) == ["callback"]
-    assert parameters(callback_handler.register_end_callback) == ["callback"]
 
 
 def test_what_the_compiler_remembers() -> None:
@@ -110,23 +86,11 @@ def test_what_the_compiler_remembers() -> None:
     assert config.deterministic is False
 
 
-def test_the_place_of_a_shard_in_its_tensor() -> None:
-    assert parameters(_utils.compute_local_shape_and_global_offset)[:3] == ["global_shape", "mesh", "placements"]
-
-
 def test_adam_collects_its_tensors_in_lists_that_a_step_computes_on() -> None:
     assert issubclass(torch.optim.AdamW, torch.optim.Adam)  # torch.compile wraps the method of each class by itself
     names = ["self", "group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
     assert parameters(torch.optim.Adam._init_group) == names
     assert parameters(torch.optim.AdamW._init_group) == names
-
-
-def test_a_construction_is_written_down_and_done_later() -> None:
-    model, values = build_without_memory(lambda: torch.nn.Linear(3, 2))
-    weight = torch.zeros(2, 3)
-    values.fill({"weight": weight})
-    assert model.weight.is_meta
-    assert weight.any()
 
 
 def test_allocations_of_tensors_without_data() -> None:
@@ -142,19 +106,6 @@ def test_allocations_of_tensors_without_data() -> None:
             assert (allocations.bytes, allocations.peak_bytes) == (4096, 8192)
             layer.weight.untyped_storage().resize_(0)
             assert allocations.bytes == 0
-
-
-def test_collectives_that_send_nothing() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
-    try:
-        left_alone = torch.ones(2)
-        distributed_c10d._get_default_group().allreduce([left_alone]).wait()
-        assert dist.get_world_size() == 3
-        assert left_alone.tolist() == [1.0, 1.0]
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_unit_of_fsdp_keeps_the_gradients_of_several_backwards_in_the_format_of_their_sum() -> None:
@@ -181,103 +132,60 @@ def test_a_unit_of_fsdp_keeps_the_gradients_of_several_backwards_in_the_format_o
         dist.destroy_process_group()
 
 
-def test_outputs_of_layers_are_taken_apart_and_put_together() -> None:
-    leaves, structure = pytree.tree_flatten({"hidden": torch.ones(2), "cache": (None, 3)})
-    assert len(leaves) == structure.num_leaves == 3
-    assert pytree.tree_unflatten(leaves, structure)["cache"] == (None, 3)
-    assert pytree.tree_leaves([1, (2,)]) == [1, 2]
-
-
 def test_what_the_allocator_of_cuda_remembers() -> None:
     recorded = parameters(torch.cuda.memory._record_memory_history)
     assert {"stacks", "max_entries"} <= set(recorded)
     assert parameters(torch.cuda.memory._dump_snapshot)[0] == "filename"
 
 
-def test_operations_on_many_tensors_at_once() -> None:
-    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([6.0, 8.0])]
-    assert [float(norm) for norm in torch._foreach_norm(tensors)] == [5.0, 10.0]
-    torch._foreach_mul_(tensors, 2.0)
-    torch._foreach_mul_(tensors, torch.tensor(0.5))
-    assert [each.tolist() for each in tensors] == [[3.0, 4.0], [6.0, 8.0]]
+@contextmanager
+def group_of_two(as_second: Callable[[Any], object]) -> Iterator[Any]:
+    """Yield the first rank's group, while the second rank does something with its own."""
+    store, limit = dist.HashStore(), timedelta(seconds=10)
+    second = threading.Thread(target=lambda: as_second(dist.ProcessGroupGloo(store, 1, 2, limit)))
+    second.start()
+    yield dist.ProcessGroupGloo(store, 0, 2, limit)
+    second.join()
 
 
-@pytest.mark.parametrize(
-    ("peer_stays", "message"),
-    [
-        (False, "gloo/transport/tcp/pair.cc:*Connection * by peer*"),
-        (True, "gloo/transport/tcp/unbound_buffer.cc:*] Timed out waiting *ms for recv operation to complete*"),
-    ],
-)
-def test_a_lost_peer_is_told_by_gloos_two_messages(peer_stays: bool, message: str) -> None:
-    """It ends, or does not answer: the two that `is_peer_loss` has to tell from a mistake in the code."""
-    store = dist.HashStore()
-    over = threading.Event()
-
-    def peer() -> None:
-        group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=10))
-        if peer_stays:
-            over.wait()
-        del group
-
-    thread = threading.Thread(target=peer)
-    thread.start()
-    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=10))
+def refused(group: Any, limit_s: float) -> RuntimeError:
     options = dist.AllreduceOptions()
-    options.timeout = timedelta(seconds=0.2 if peer_stays else 10)
+    options.timeout = timedelta(seconds=limit_s)
     with pytest.raises(RuntimeError) as raised:
         group.allreduce([torch.ones(1)], options).wait()
-    over.set()
-    thread.join()
-    assert fnmatch(str(raised.value), f"*/{message}")
     assert is_peer_loss(raised.value)
+    return raised.value
 
 
-def test_a_group_that_has_timed_out_tells_of_it_in_every_later_collective() -> None:
-    store = dist.HashStore()
+def test_a_peer_that_ends_is_lost() -> None:
+    with group_of_two(lambda group: None) as group:
+        assert fnmatch(str(refused(group, 10)), "*/gloo/transport/tcp/pair.cc:*Connection * by peer*")
+
+
+def test_a_peer_that_does_not_answer_is_lost_in_this_and_every_later_collective() -> None:
     over = threading.Event()
-
-    def peer() -> None:
-        group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=10))
-        over.wait()
-        del group
-
-    thread = threading.Thread(target=peer)
-    thread.start()
-    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=10))
-    options = dist.AllreduceOptions()
-    options.timeout = timedelta(seconds=0.2)
-    errors = []
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as raised:
-            group.allreduce([torch.ones(1)], options).wait()
-        errors.append(raised.value)
-    over.set()
-    thread.join()
-    assert str(errors[1]) == "Application timeout caused pair closure"
-    assert is_peer_loss(errors[1])
+    with group_of_two(lambda group: over.wait()) as group:
+        first, second = refused(group, 0.2), refused(group, 0.2)
+        over.set()
+    timed_out = "gloo/transport/tcp/unbound_buffer.cc:*] Timed out waiting *ms for recv operation to complete*"
+    assert fnmatch(str(first), f"*/{timed_out}")
+    assert str(second) == "Application timeout caused pair closure"
 
 
 def test_a_wait_with_a_limit_ends_without_harm_to_the_collective() -> None:
-    store = dist.HashStore()
-    late = threading.Event()
-    summed = torch.ones(1)
+    late, summed = threading.Event(), torch.ones(1)
 
-    def peer() -> None:
-        group: Any = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=10))
+    def come_late(group: Any) -> None:
         late.wait()
         group.allreduce([torch.ones(1)]).wait()
 
-    thread = threading.Thread(target=peer)
-    thread.start()
-    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=10))
-    work = group.allreduce([summed])
-    with pytest.raises(RuntimeError, match="timed out"):
-        work.wait(timedelta(seconds=0.05))
-    assert not work.is_completed()
-    late.set()
-    work.wait()
-    thread.join()
+    with group_of_two(come_late) as group:
+        work = group.allreduce([summed])
+        with pytest.raises(RuntimeError, match="timed out"):
+            work.wait(timedelta(seconds=0.05))
+        assert not work.is_completed()
+        late.set()
+        work.wait()
     assert summed == 2
 
 

@@ -1,7 +1,5 @@
 """How torchrun's ranks begin: by a command of the user's, or once more by one that has the run already; and an end."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,16 +10,18 @@ import torch
 from steadfast.config import parse_config
 from steadfast.errors import RunConflict, UsageError
 from steadfast.guards.numerics import BadStep
+from steadfast.launch import torchrun
 from steadfast.launch.detect import under_torchrun
 from steadfast.launch.torchrun import Beginning, Place, TorchrunRuntime, _begun, unused_keys
 from steadfast.plan import Amendments
-from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Failure, Notice, RunStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
-from steadfast.storage.jsonl import open_stream
 from steadfast.world.groups import PeerLost
+from steadfast.world.runtime import Outcome
 from steadfast.world.timeouts import Timeouts
+from tests.support.history import write_ledger
 
 
 @pytest.mark.parametrize(
@@ -37,18 +37,20 @@ def test_a_command_that_was_there_before_the_last_step_has_begun_again(
     directory.record(_begun(directory, 103.0, 100.0))
     # Even where it has not come to a step: the first beginning is the command's own time.
     assert _begun(directory, 110.0, 100.0) == RunStarted(time_s=110.0, launcher="torchrun", again=True)
-    with closing(open_stream(directory.store, STEPS)) as stream:
-        stream.write([{"step": 1, "attempt": 1, "time_s": 150.0}])
+    write_ledger(directory.store, [{"step": 1, "attempt": 1, "time_s": 150.0}])
     begun = _begun(directory, 153.0, command_s)
     assert begun == RunStarted(time_s=153.0 if again else command_s, launcher="torchrun", again=again)
+
+
+def runtime_of(directory: RunDirectory, ownership: Ownership | None = None, **place: int) -> TorchrunRuntime:
+    beginning = Beginning(1, Amendments(), ownership)
+    return TorchrunRuntime(Place(torch.device("cpu"), Mock(), **place), Timeouts(), directory, Mock(), beginning)
 
 
 def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     ownership = Ownership.claim(directory.store)
-    place = Place(torch.device("cpu"), Mock())
-    beginning = Beginning(1, Amendments(), ownership)
-    with closing(TorchrunRuntime(place, Timeouts(), directory, Mock(), beginning)) as runtime:
+    with closing(runtime_of(directory, ownership=ownership)) as runtime:
         assert not runtime.signals().stop
         ownership.lost = "another command has taken over: on elsewhere, pid 1"
         with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
@@ -57,13 +59,21 @@ def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) ->
 
 def test_the_signal_that_stops_the_run_is_in_its_events(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
-    place = Place(torch.device("cpu"), Mock())
-    with closing(TorchrunRuntime(place, Timeouts(), directory, Mock(), Beginning(1, Amendments()))) as runtime:
+    with closing(runtime_of(directory)) as runtime:
         runtime.request_stop("SIGTERM to pid 7 on h")
         assert runtime.signals().stop
         assert runtime.signals().stop
     (notice,) = directory.events(Notice)
     assert notice.text == "SIGTERM to pid 7 on h: the run stops after this step"
+
+
+@pytest.mark.parametrize(("outcome", "code"), [(Outcome("finished", 9), 0), (Outcome("stopped", 5), 3), (None, 3)])
+def test_torchruns_rank_ends_with_three_when_its_run_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, outcome: Outcome | None, code: int
+) -> None:
+    monkeypatch.setattr(torchrun, "start_worker", lambda config, runtime: Mock() if outcome else None)
+    monkeypatch.setattr(torchrun, "train_in_worlds", lambda runtime, worker, directory: outcome)
+    assert torchrun._train(Mock(), Mock(), Mock()).exit_code == code
 
 
 @pytest.mark.parametrize(
@@ -72,9 +82,7 @@ def test_the_signal_that_stops_the_run_is_in_its_events(tmp_path: Path) -> None:
 )
 def test_a_failure_names_the_rank_unless_all_ranks_raise_it(tmp_path: Path, error: Exception, rank: int | None) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
-    place = Place(torch.device("cpu"), Mock(), rank=1, world_size=2)
-    runtime = TorchrunRuntime(place, Timeouts(), directory, Mock(), Beginning(1, Amendments()))
-    with closing(runtime), pytest.raises(type(error)):
+    with closing(runtime_of(directory, rank=1, world_size=2)) as runtime, pytest.raises(type(error)):
         runtime.failed(6, error)
     (failure,) = directory.events(Failure)
     assert (failure.rank, failure.step, failure.fatal) == (rank, 6, True)

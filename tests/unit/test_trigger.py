@@ -1,18 +1,10 @@
 """When something periodic is due, and what an attempt's end makes of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from steadfast.config import Every
 from steadfast.loop.trigger import Interval
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.mark.parametrize(

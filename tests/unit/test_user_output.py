@@ -1,7 +1,5 @@
 """Lines that user code writes in a worker of Ray, and its breakpoints."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Variables that workers get from the command, and whose values nobody else may see."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import stat

@@ -1,7 +1,5 @@
 """How long a guess is waited for, as a table; what ending somebody would cost; and how late a watcher wakes."""
 
-from __future__ import annotations
-
 import pytest
 
 from steadfast.liveness.verdicts import Costs, Guess, Price, patience_s

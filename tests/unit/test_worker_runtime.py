@@ -1,7 +1,5 @@
 """What a worker does before it trains."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -54,6 +52,7 @@ class Runtime:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     trained: list[str] = []
+    monkeypatch.chdir(os.getcwd())  # put back after the test: the loop goes elsewhere
     monkeypatch.setattr("steadfast.worker.work", lambda *_: trained.append(os.getcwd()))
     return trained
 
@@ -93,6 +92,13 @@ def test_the_error_of_a_worker_group_is_told_by_what_its_worker_has_raised() -> 
     assert trainer._in_short(ValueError("one\ntwo")).startswith("ValueError: one. ")
 
 
+def ray_runtime(**fields: Any) -> worker_runtime.RayRuntime:
+    """Return a worker's runtime with these fields alone."""
+    runtime = worker_runtime.RayRuntime.__new__(worker_runtime.RayRuntime)
+    vars(runtime).update(fields)
+    return runtime
+
+
 class Coordinator:
     """Keeps what a worker reports, and says that the run goes on."""
 
@@ -110,12 +116,9 @@ def test_all_ranks_report_the_member_that_computes_wrongly_and_it_alone_leaves(
     rank: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.get", lambda answer: answer)
-    runtime = worker_runtime.RayRuntime.__new__(worker_runtime.RayRuntime)
     coordinator = Coordinator()
-    runtime._coordinator = coordinator
-    runtime._attempt = 4
-    runtime._member = Member("abc"[rank], None, "node")
-    runtime._place = WorldAssignment(rank, 3, 4, ("", 0), Amendments())
+    place = WorldAssignment(rank, 3, 4, ("", 0), Amendments())
+    runtime = ray_runtime(_coordinator=coordinator, _attempt=4, _member=Member("abc"[rank], None, "node"), _place=place)
     runtime.leave_reason = Leave.RUN_ENDED
     runtime.failed(6, Corrupted(1, 0, "step 7: rank 1 (host n, cpu) computes wrongly: ..."))
     ((member, report),) = coordinator.told
@@ -140,12 +143,10 @@ def test_data_or_a_model_that_would_end_the_process_are_told_as_an_exception(
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_the_command_to_abort_reaches_a_world_that_still_forms(monkeypatch: pytest.MonkeyPatch, is_early: bool) -> None:
-    runtime = worker_runtime.RayRuntime.__new__(worker_runtime.RayRuntime)
+    mocks = {"_progress": Mock(), "_member": Mock(), "_heartbeats": Mock(ended=False)}
+    commands = Commands(aborted=4 if is_early else 3)
+    runtime = ray_runtime(_timeouts=Timeouts(), _world=None, _attempt=4, _commands=commands, **mocks)
     runtime.device = torch.device("cpu")
-    runtime._timeouts, runtime._progress, runtime._member = Timeouts(), Mock(), Mock()
-    runtime._heartbeats = Mock(ended=False)
-    runtime._world, runtime._attempt = None, 4
-    runtime._commands = Commands(aborted=4 if is_early else 3)
     seen: list[bool] = []
 
     def form(*arguments: Any) -> None:
@@ -169,14 +170,10 @@ WORLD = {"rank": 1, "size": 2, "attempt": 5, "store": ["host", 1], "amendments":
 def asking(monkeypatch: pytest.MonkeyPatch) -> worker_runtime.RayRuntime:
     """A worker that had a place in attempt 4, and a coordinator that keeps what is asked."""
     monkeypatch.setattr("ray.get", lambda answer, timeout=None: answer)
-    runtime = worker_runtime.RayRuntime.__new__(worker_runtime.RayRuntime)
-    runtime._member = Member("a", None, "node")
-    runtime._attempt, runtime._place, runtime._commands = 4, None, Commands()
-    runtime._world, runtime._store, runtime._aborted = None, None, threading.Event()
-    runtime._asking, runtime._answers = None, SimpleQueue()
-    runtime._coordinator, runtime._host = Mock(), "host"
-    runtime._heartbeats = Mock(ended=False)
-    return runtime
+    nothing = dict.fromkeys(("_place", "_world", "_store", "_asking"))
+    mocks = {"_coordinator": Mock(), "_heartbeats": Mock(ended=False)}
+    own = {"_member": Member("a", None, "node"), "_attempt": 4, "_host": "host", "_commands": Commands()}
+    return ray_runtime(**nothing, **mocks, **own, _aborted=threading.Event(), _answers=SimpleQueue())
 
 
 def test_a_worker_waits_for_the_answer_to_its_question_and_takes_no_other(asking: worker_runtime.RayRuntime) -> None:

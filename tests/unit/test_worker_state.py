@@ -1,7 +1,5 @@
 """The state of a worker that has no world yet."""
 
-from __future__ import annotations
-
 import torch
 
 from steadfast.config import parse_config

@@ -1,7 +1,5 @@
 """The progress of workers, which the coordinator writes while a user watches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +11,7 @@ from steadfast.run.watching import WORKERS, mark_watched, pop_mark, read_workers
 from steadfast.storage import LocalStore
 from steadfast.world.report import ProgressReport
 
-REPORT = ProgressReport(
-    attempt=1,
-    rank=0,
-    position=[1, 0, 0, 0, 0],
-    step=4,
-    phase="forward",
-    seconds=0.5,
-    limit_s=3.0,
-    spent_s={"forward": 1.0},
-)
+REPORT = ProgressReport(1, 0, [1, 0, 0, 0, 0], 4, "forward", seconds=0.5, limit_s=3.0, spent_s={"forward": 1.0})
 MEMBERS = {name: Member(name, None, "node") for name in "ab"}
 
 

@@ -1,7 +1,5 @@
 """What happens to states that storage is slow with, or refuses. Threads meet at events; nothing sleeps."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -5,8 +5,6 @@ python -m tests.e2e.lab cloud            # a laptop, and a stand-in for EC2; for
 python -m tests.e2e.lab sh HOST COMMAND  # in another terminal; the project is in the laptop's ~/steadfast
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A cloud on one machine: moto answers EC2's and IAM's API, and each instance it runs is a host of the lab."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
