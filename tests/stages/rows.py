@@ -1,17 +1,20 @@
 """Rows of tests that `make test` leaves out, because each shows a claim once more, by another kind, seed or option.
 
 A row of `MORE` has the marker `more`, and CI runs it whenever something lands; one of `SLOW` has the marker `slow`. A
-test that a table of CONTRIBUTING.md names keeps a row in `make test`. `python -m tests.stages.rows` checks
-that, and names the patterns that match no test.
+test that a table of CONTRIBUTING.md names keeps a row in `make test`. `python -m tests.stages.rows` checks that, and
+names the patterns that match no test.
 """
 
 import re
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
+
+from tests.stages.record import ROOT
+
+FOLDERS = ("tests/unit", "tests/dist", "tests/scale", "tests/cluster")
 
 SLOW = [
     r"dist/test_activations.*result_is_that_without\[(ddp-selective|ddp-2|fsdp-full|fsdp-2)",
@@ -129,8 +132,6 @@ def unproved(tests: list[str]) -> list[str]:
     return found
 
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("tests/unit", "tests/dist", "tests/scale", "tests/cluster")
 _SLOW, _MORE = ([re.compile(pattern) for pattern in patterns] for patterns in (SLOW, MORE))
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Runs in real processes, without Ray:
     small            the configuration of a small run in which everything could depend on the worker
     gang, drill      processes that share a store; the whole loop in them, world after world
+    frozen           imported last by servers that fork
     stepping         some optimizer steps without the loop
     reference        one process that does the whole global batch: what a run must equal
     claims           what every drilled run must satisfy
@@ -16,6 +17,8 @@ Runs in real processes, without Ray:
 Commands and clusters:
     command          the literal command of a user, and what it leaves
     verbs            a verb of the command line in this process
+    warm             commands as forks of a process that has imported what they need
+    head_worker      the program that the raylet of the shared head starts for each worker
     checks           assertions on a run directory
     programs         programs of a user's own
     curves           the figures of trackers after a kill
