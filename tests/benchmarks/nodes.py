@@ -11,11 +11,11 @@ import os
 import signal
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.benchmarks.stalls import first_step_after, into
 from tests.benchmarks.statistics import table
 from tests.support.bed import Bed
 from tests.support.checks import check_stopped
@@ -50,7 +50,7 @@ def measure(rounds: int, folder: Path) -> dict[str, list[float]]:
             deadline_s = bed.drain(drained, _DRAIN_S)
             started = _next(running, started, world_size=1)
             figures["drain: left before the deadline by, s"].append(deadline_s - _last(running)["time_s"])
-            figures["drain: survivors' gap, s"].append(into(running.history.lines, started))
+            figures["drain: survivors' gap, s"].append(_gap(running.history.lines, started))
             bed.lose(drained)
             started = _grown(bed, nodes, running, started, figures)
 
@@ -59,7 +59,7 @@ def measure(rounds: int, folder: Path) -> dict[str, list[float]]:
             bed.lose(lost)
             started = _next(running, started, world_size=1)
             died_s = next(e["time_s"] for e in running.events if e["event"] == "failure" and e["time_s"] > going_s)
-            after = first_step_after(running.history.lines, died_s, started)
+            after = _first_step_after(running.history.lines, died_s, started)
             figures["node loss: sockets' death to next step, s"].append(after)
             started = _grown(bed, nodes, running, started, figures)
 
@@ -67,10 +67,10 @@ def measure(rounds: int, folder: Path) -> dict[str, list[float]]:
             os.kill(silent, signal.SIGSTOP)
             stopped_s = time.time()
             started = _next(running, started, world_size=1)
-            after = first_step_after(running.history.lines, stopped_s, started)
+            after = _first_step_after(running.history.lines, stopped_s, started)
             figures["silence: last sign of life to next step, s"].append(after)
             started = _next(running, started, world_size=2)
-            figures["growth: survivors' gap, s"].append(into(running.history.lines, started))
+            figures["growth: survivors' gap, s"].append(_gap(running.history.lines, started))
         check_stopped(running)
     return figures
 
@@ -78,7 +78,7 @@ def measure(rounds: int, folder: Path) -> dict[str, list[float]]:
 def _grown(bed: Bed, nodes: list[str], running: Running, started: int, figures: dict[str, list[float]]) -> int:
     nodes.append(bed.add())
     started = _next(running, started, world_size=2)
-    figures["growth: survivors' gap, s"].append(into(running.history.lines, started))
+    figures["growth: survivors' gap, s"].append(_gap(running.history.lines, started))
     return started
 
 
@@ -97,6 +97,18 @@ def _next(running: Running, attempt: int, world_size: int) -> int:
 
 def _last(running: Running) -> dict[str, Any]:
     return running.history.lines[-1]
+
+
+def _gap(lines: list[dict[str, Any]], attempt: int) -> float:
+    """Return the seconds in which no rank makes progress before the first step of an attempt."""
+    ordered = sorted(lines, key=lambda line: line["time_s"])
+    old, new = next((old, new) for old, new in pairwise(ordered) if old["attempt"] < attempt == new["attempt"])
+    return max(0.0, float(new["time_s"] - new["step_s"] - old["time_s"]))
+
+
+def _first_step_after(lines: list[dict[str, Any]], moment_s: float, attempt: int) -> float:
+    """Return the seconds from a Unix time to the end of the first step of an attempt, or of a later one."""
+    return float(min(line["time_s"] for line in lines if line["attempt"] >= attempt) - moment_s)
 
 
 def main() -> None:
