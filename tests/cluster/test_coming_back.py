@@ -28,19 +28,19 @@ def test_the_coordinator_is_killed_and_the_world_trains_on(on_head: Commands) ->
     running.wait_for_step(20)
     workers = running.worker_pids("SlotWorker")
     last = kill(running, "ray::Coordinator")
-    running.wait_for_step(last + 40)
+    running.wait_for_step(last + 20)
     told = running.wait_for_event("process_restarted")
     assert told["follows"] == "another one has taken its place, and 2 of 2 workers go on"
     known = running.history.last_step
-    running.wait_for_step(known + 40)
+    running.wait_for_step(known + 20)
     assert running.worker_pids("SlotWorker") == workers
     assert [event["attempt"] for event in running.events if event["event"] == "attempt_started"] == [1]
     assert any(event["event"] == "checkpoint" and event["step"] > known for event in running.events)
 
     os.kill(workers[0], signal.SIGKILL)
     restored = running.wait_for_event("restore", attempt=2)
-    running.wait_for_step(known + 80)
-    running.wait_until(lambda: running.history.lines[-1]["step"] > known + 80, "the steps that were lost")
+    running.wait_for_step(known + 40)
+    running.wait_until(lambda: running.history.lines[-1]["step"] > known + 40, "the steps that were lost")
     check_stopped(running, lost_steps=restored["lost_steps"] + 20)
     assert "the coordinator has died: another one has taken its place" in running.output_path.read_text()
 

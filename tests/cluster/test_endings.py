@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checks import check_ledger, summary_of
-from tests.support.command import STANDALONE, Commands, Running, descendants
+from tests.support.command import FOR_EVER, STANDALONE, Commands, Running, descendants
 from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone, wait_until_ray_is_gone
 
 
@@ -23,7 +23,7 @@ def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(
     command: Commands, agents_too: bool
 ) -> None:
     before = set(SHARED_MEMORY.iterdir())
-    running = command().start("run.steps=1000000")
+    running = command().start(FOR_EVER)
     running.wait_for_step(20)
     left = descendants(running.process.pid)
     listening = ports_of(pid for pid, _ in left)
@@ -40,7 +40,7 @@ def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(
 @pytest.mark.timeout(240)
 def test_sigterm_to_all_processes_of_a_run_is_a_stop_and_loses_nothing(command: Commands) -> None:
     before = set(SHARED_MEMORY.iterdir())
-    running = command().start("run.steps=1000000", "checkpoint.every=60 minutes", "data.num_workers=1")
+    running = command().start(FOR_EVER, "checkpoint.every=60 minutes", "data.num_workers=1")
     running.wait_for_step(20, timeout_s=150)
     started = descendants(running.process.pid)
     # As a service manager sends it to all of a service, here in the worst order.
@@ -73,7 +73,7 @@ def tcp_lines() -> list[str]:
     return [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
 
 
-OVERRIDES = ["run.steps=1000000", "checkpoint.every=1000 seconds"]
+OVERRIDES = [FOR_EVER, "checkpoint.every=1000 seconds"]
 
 
 def take_over(folder: Path) -> str:

@@ -14,8 +14,8 @@ from tests.support.pace import set_pace
 
 pytestmark = pytest.mark.ray
 
-STEPS = 240
-INTERVAL = 50
+STEPS = 120
+INTERVAL = 25
 OVERRIDES = [f"run.steps={STEPS}", f"checkpoint.every={INTERVAL} steps", "recovery.mode=restart"]
 
 
@@ -26,10 +26,10 @@ def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one(on_he
 
     killed = on_head("killed")
     running = killed.start(*OVERRIDES)
-    running.wait_for_step(80)
+    running.wait_for_step(40)
     running.kill_workers(1)
     running.wait_for_event("attempt_started", attempt=2)
-    running.wait_for_step(140)
+    running.wait_for_step(70)
     running.kill_workers(2)
     check_finished(running)
     check_identical(killed.directory, on_head("undisturbed").directory)

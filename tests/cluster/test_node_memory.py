@@ -20,7 +20,7 @@ from tests.support.command import FOR_EVER, Command, Commands, Running
 
 pytestmark = pytest.mark.ray
 
-STEPS = 200
+STEPS = 120
 
 
 def memory_of(directory: Path) -> str:
@@ -76,7 +76,7 @@ def check_the_next_command_goes_on_from_copies(run: Command, *words: str) -> Non
     words = (*words, f"run.steps={STEPS}", "checkpoint.every=60 minutes")
     killed = run.start(*words, "faults.inject=[{kind: slow_at, ranks: [0, 1], ms: 20}]")
     copied = killed.wait_for_event("snapshot", timeout_s=150)
-    killed.wait_for_step(120)
+    killed.wait_for_step(60)
     name = memory_of(run.directory)
     server = holders(name)
     killed.process.kill()

@@ -44,7 +44,7 @@ def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command: Comm
         started = running.wait_for_event("attempt_started", world_size=3)
         if kind == "fsdp":
             running.wait_for_event("snapshot", attempt=started["attempt"])
-        running.wait_for_step(running.history.last_step + 50)
+        running.wait_for_step(running.history.last_step + 20)
         assert not list(running.directory.glob("checkpoints/*"))
         bed.lose(bed.nodes[1])
         restored = running.wait_for_event("restore", attempt=started["attempt"] + 1)

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.ray
 def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_joins_it(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
-    running.wait_for_step(60)
+    running.wait_for_step(30)
     killed, survivor = running.worker_pids("SlotWorker")
     os.kill(killed, signal.SIGKILL)
     running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
     running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
     assert is_alive(survivor)
-    running.wait_for_step(running.history.last_step + 100)
+    running.wait_for_step(running.history.last_step + 30)
     check_stopped(running, lost_steps=0)
     unconfirmed = [line["step"] for line in running.history.lines if line.get("confirmed") is False]
     assert len(unconfirmed) <= 10  # the steps whose words were under way
@@ -52,7 +52,7 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(o
     words = ("scaling.num_workers=2", "checkpoint.every=50 steps", "checkpoint.node_memory=false")
     # Losses at the same moment are one failure.
     running = on_head().start(FOR_EVER, *words, "recovery.max_failures=1")
-    running.wait_for_step(120)
+    running.wait_for_step(60)
     for pid in running.worker_pids("SlotWorker"):
         os.kill(pid, signal.SIGKILL)
     restored = running.wait_for_event("restore", source="checkpoint")
@@ -212,7 +212,7 @@ def trainer_and_spare(running: Running) -> tuple[int, int]:
 
     def one_waits() -> bool:
         before = used_s()
-        running.wait_for_step(running.history.last_step + 100)
+        running.wait_for_step(running.history.last_step + 30)
         used[:] = sorted((after_s - before.get(pid, 0.0), pid) for pid, after_s in used_s().items())
         return len(used) == 2 and used[0][0] < 0.2 * used[1][0]
 

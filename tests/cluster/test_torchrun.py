@@ -19,7 +19,8 @@ from tests.support.command import ROOT, SMALL, STANDALONE, TORCHRUN, Commands
 from tests.support.curves import kill_rank
 from tests.support.history import History
 
-OVERRIDES = ["run.steps=200", "checkpoint.every=40 steps"]
+STEPS = 80
+OVERRIDES = [f"run.steps={STEPS}", "checkpoint.every=20 steps"]
 
 
 @pytest.mark.ray
@@ -35,14 +36,14 @@ def test_torchrun_and_ray_give_identical_results(command: Commands, on_head: Com
 @pytest.mark.timeout(240)
 def test_max_restarts_resumes_a_killed_worker(command: Commands) -> None:
     run = command(launcher=[*STANDALONE, "--max-restarts", "2"])
-    running = run.start(*OVERRIDES, "run.steps=400")
-    running.wait_for_step(60)
+    running = run.start(*OVERRIDES, "run.steps=200")
+    running.wait_for_step(40)
     given_s = psutil.Process(running.process.pid).create_time()
     killed_s = time.time()
     kill_rank(running, 1)
     check_finished(running)
-    history = check_ledger(run.directory, 400)
-    assert history.num_lost <= 40
+    history = check_ledger(run.directory, 200)
+    assert history.num_lost <= 20
     assert summary_of(run.directory)["attempts"] == 2
     check_gap(RunDirectory(LocalStore(run.directory)), history, given_s, killed_s)
 
@@ -74,7 +75,7 @@ def check_gap(directory: RunDirectory, history: History, given_s: float, killed_
 def test_max_restarts_leaves_a_bad_step_out(command: Commands) -> None:
     run = command(launcher=[*STANDALONE, "--max-restarts", "1"])
     check_finished(run.start(*OVERRIDES, "faults.inject=[{kind: nan_at, step: 60, rank: 1, times: null}]"))
-    history = check_ledger(run.directory, 200)
+    history = check_ledger(run.directory, STEPS)
     assert [step for step, line in history.committed.items() if line.get("skipped")] == [60]
     assert summary_of(run.directory)["samples"] == sum(line["num_samples"] for line in history.committed.values())
     assert summary_of(run.directory)["attempts"] == 2
@@ -86,7 +87,7 @@ def test_two_nodes_meet_at_a_rendezvous(command: Commands) -> None:
     nodes = [command(launcher=[*TORCHRUN, *rendezvous]).start(*OVERRIDES, log=f"node{i}.txt") for i in range(2)]
     codes = [node.wait().code for node in nodes]
     assert codes == [0, 0]
-    history = check_ledger(nodes[0].directory, 200)
+    history = check_ledger(nodes[0].directory, STEPS)
     assert {line["world_size"] for line in history.lines} == {2}
 
 

@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run"]
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
 FOR_EVER = "run.steps=1000000"  # for a test that ends the run itself
+# So that what a test waits for, above all starts of processes, need not wait for the cores of an endless run.
+PAUSES = "faults.inject=[{kind: slow_at, ranks: [0, 1, 2, 3], ms: 10}]"
 
 # A GPT of a few thousand weights, in steps long enough that a test can act between two of them.
 SMALL = [
@@ -79,6 +81,8 @@ class Command:
         words = [f"run.storage={self.storage}", f"run.name={self.name}", *(SMALL if small else ())]
         if self.head is not None:
             words.append(f"cluster.address={self.head.address}")
+        if FOR_EVER in overrides:
+            words.append(PAUSES)
         words += overrides
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(self.storage)}
         output = (self.storage / log).open("w+")
