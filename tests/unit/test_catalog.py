@@ -47,9 +47,6 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(catalog: Catalog) -> None:
     catalog.write(7, "a", [b"half of it"])
     assert catalog.steps() == [7]
     assert catalog.manifest(7) is None
-
-
-def test_a_manifest_reads_back_as_it_was_written(catalog: Catalog) -> None:
     manifest = commit(catalog, 7, (3,), loss=0.5)
     assert catalog.manifest(7) == manifest
     catalog.verify(manifest)

@@ -63,7 +63,7 @@ def run(model: nn.Module, compiled: CompiledBlocks, tokens: Tensor = TOKENS, is_
     return loss
 
 
-def test_one_compilation_serves_all_layers_and_later_models_and_computes_the_same(num_graphs: Count) -> None:
+def test_one_compilation_serves_all_layers_and_later_models_and_keeps_none_of_them(num_graphs: Count) -> None:
     expected = run(gpt(), CompiledBlocks("none"))
     assert num_graphs() == 0
     model, compiled = compiled_gpt()
@@ -75,6 +75,10 @@ def test_one_compilation_serves_all_layers_and_later_models_and_computes_the_sam
     assert torch.equal(run(other, compiled), expected)
     assert num_graphs() == 1
     assert compiled.news() == []
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_loss_of_a_language_model_is_compiled_with_its_layers_and_computes_the_same(num_graphs: Count) -> None:
@@ -90,15 +94,6 @@ def test_the_loss_of_a_language_model_is_compiled_with_its_layers_and_computes_t
     with compiled.running(is_full=True):
         assert torch.equal(task.loss(model, batch).loss_sum, expected)
     assert num_graphs() == 1
-
-
-def test_a_model_that_is_given_up_is_freed(num_graphs: Count) -> None:
-    model, compiled = compiled_gpt()
-    run(model, compiled)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def test_a_short_microbatch_and_what_runs_outside_of_a_step_is_not_compiled(num_graphs: Count) -> None:

@@ -207,13 +207,8 @@ def test_all_problems_are_told_at_once_from_top_to_bottom() -> None:
     )
     found = problems(text, "optimizer.lr=x", "nonsense")
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
-
-
-def test_every_broken_rule_is_told() -> None:
-    assert len(problems("batch: {global_size: 4}\nmodel: {context_length: 64}")) == 2
-
-
-def test_a_missing_key_is_placed_at_the_section_that_lacks_it() -> None:
+    assert len(problems("batch: {global_size: 4}\nmodel: {context_length: 64}")) == 2  # each broken rule
+    # A missing key is placed at the section that lacks it.
     assert all(line.startswith("override: model.") for line in problems("", "model.kind=mlp"))
 
 
@@ -264,6 +259,7 @@ def test_an_override_of_the_kind_drops_the_former_kinds_keys() -> None:
 def test_an_override_of_the_length_replaces_the_files() -> None:
     assert load_config("ddp.yaml", ["run.epochs=3"]).run.steps is None
     assert load_config("digits.yaml", ["run.steps=300"]).run.epochs is None
+    assert load_config("ddp.yaml", ["run.steps=20"]).schedule.warmup_steps == 50  # which a run may be shorter than
     assert str(load_config("ddp.yaml", ["logging.weights_digest_every=1 epoch"]).weights_digest_every) == "1 epoch"
 
 
@@ -273,11 +269,6 @@ def test_an_extended_run_is_as_long_as_its_steps_have_samples() -> None:
     assert [RunConfig(epochs=epochs).num_steps(55, 13) for epochs in (2, 3, 4)] == [9, 13, 17]
     assert [RunConfig(epochs=epochs).num_steps(55, 13, ends) for epochs in (2, 3, 4)] == [9, 13, 18]
     assert RunConfig(steps=20).num_steps(55, 13, ends) == 20
-
-
-def test_a_run_that_is_shorter_than_its_warmup_loads_as_written() -> None:
-    config = load_config("ddp.yaml", ["run.steps=20"])
-    assert (config.run.steps, config.schedule.warmup_steps) == (20, 50)
 
 
 def test_numbers_without_a_point_and_empty_sections() -> None:

@@ -277,21 +277,6 @@ async def a_death_that_is_told_after_the_next_world_has_formed(worlds: Worlds) -
     await worlds.subject.failed("b", former)
 
 
-@pytest.mark.parametrize("what", [a_death_before, an_exception_of_another])
-def test_failure_names_rank_process_and_host(tmp_path: Path, what: Callable[[Worlds], Awaitable[None]]) -> None:
-    ranks: tuple[str, ...] = ()
-
-    async def story(worlds: Worlds) -> None:
-        nonlocal ranks
-        await worlds.form()
-        ranks = worlds.subject.membership.world
-        await what(worlds)
-
-    worlds = play(tmp_path, story, silence_s=LONG_S)
-    (line,) = [line for line in event_lines(worlds.directory) if line["event"] == "failure"]
-    assert (line["rank"], line["pid"], line["host"]) == (ranks.index("c"), ord("c"), "host of c")
-
-
 EXPLAINED = {
     a_death_before: [("worker", "c", False)],
     a_death_a_moment_later: [("worker", "c", False)],
@@ -308,29 +293,19 @@ EXPLAINED = {
 def test_survivors_are_not_charged_for_what_has_ended_their_world_and_do_not_wait(
     tmp_path: Path, what: Callable[[Worlds], Awaitable[None]], failures: list[Any], kind: type[Coordinator]
 ) -> None:
+    ranks: tuple[str, ...] = ()
+
     async def story(worlds: Worlds) -> None:
+        nonlocal ranks
         await worlds.form()
+        ranks = worlds.subject.membership.world
         await what(worlds)
 
     worlds = play(tmp_path, story, silence_s=LONG_S, kind=kind)
     assert worlds.told() == failures
     assert not worlds.subject.over
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
-def test_world_that_breaks_while_all_live_is_charged_once_by_error(tmp_path: Path, kind: type[Coordinator]) -> None:
-    async def story(worlds: Worlds) -> None:
-        await worlds.form()
-        assert await worlds.fail("a", "b", "c") == [False] * 3
-
-    worlds = play(tmp_path, story, kind=kind)
-    assert worlds.told() == [("communication", "one of them", False)]
-    (event,) = worlds.directory.events(events.Failure)
-    assert (event.error, event.traceback, event.step) == (ERROR, "Traceback: ...", 7)
-    assert "no socket interface found" in event.line()
-    (ended,) = worlds.directory.events(events.AttemptEnded)
-    assert ended.cause == "communication failed"
+    for event in worlds.directory.events(events.Failure):
+        assert (event.rank, event.pid, event.host) == (ranks.index("c"), ord("c"), "host of c")
 
 
 @pytest.mark.usefixtures("quick")
@@ -339,16 +314,18 @@ def test_two_worlds_without_a_step_end_the_run_with_the_error_and_what_to_do(
     tmp_path: Path, kind: type[Coordinator]
 ) -> None:
     async def story(worlds: Worlds) -> None:
-        await worlds.form()
-        await worlds.fail("a", "b", "c")
-        await worlds.form()
-        assert await worlds.fail("a", "b", "c") == [True] * 3
+        for is_over in (False, True):
+            await worlds.form()
+            assert await worlds.fail("a", "b", "c") == [is_over] * 3
         assert await worlds.subject.join(Member("a", None, "a")) is Leave.RUN_ENDED
 
     worlds = play(tmp_path, story, kind=kind)
     charged = ("communication", "one of them", False)
     assert worlds.told() == [charged, charged, ("communication", None, True)]
-    *_, fatal = worlds.directory.events(events.Failure)
+    first, _, fatal = worlds.directory.events(events.Failure)
+    assert (first.error, first.traceback, first.step) == (ERROR, "Traceback: ...", 7)
+    assert "no socket interface found" in first.line()
+    assert worlds.directory.events(events.AttemptEnded)[0].cause == "communication failed"
     for part in (ERROR, "2 attempts in a row", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO"):
         assert part in fatal.error
 
@@ -500,9 +477,16 @@ def test_succeeding_coordinator_charges_losses_of_its_predecessor_once(tmp_path:
     play(tmp_path, second, silence_s=LONG_S, max_failures=2)
 
 
-def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("watched")
+def test_silence_counts_from_the_first_world_on_and_is_measured_on_one_address_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+
     async def story(worlds: Worlds) -> None:
-        port = await worlds.subject.heartbeats.listen("127.0.0.1")
+        port = await worlds.subject.heartbeat_port()
+        listening = [socket.getsockname() for socket in worlds.subject.heartbeats._server.sockets]
+        assert listening == [("127.0.0.1", port)]
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in "abc"]
         for name, (reader, writer) in zip("abc", connections, strict=True):
             secret = await worlds.subject.admit(name)
@@ -542,19 +526,6 @@ def test_refused_attempt_is_tried_again_and_told_once(tmp_path: Path, monkeypatc
     assert [notice.text for notice in worlds.directory.events(events.Notice)] == [
         "no world can form until storage can be written: the disk is gone"
     ]
-
-
-def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-
-    async def story(worlds: Worlds) -> None:
-        port = await worlds.subject.heartbeat_port()
-        server = worlds.subject.heartbeats._server
-        assert [socket.getsockname() for socket in server.sockets] == [("127.0.0.1", port)]
-        server.close()
-        worlds.subject.heartbeats._watching.cancel()
-
-    play(tmp_path, story)
 
 
 def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:

@@ -257,6 +257,11 @@ def test_the_short_time_out_is_for_an_abort_alone() -> None:
     assert calls == ["5 s", "abort"]
 
 
+class Failed(FakeGroup):
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+
 class Connecting(NcclCommunicator):
     """Its first collectives complete if its peers are there."""
 
@@ -297,28 +302,21 @@ def test_a_communicator_connects_by_collectives_of_the_sizes_that_steps_use() ->
 
 
 @pytest.mark.parametrize(
-    ("limit_s", "is_aborted", "message"),
+    ("group", "limit_s", "is_aborted", "message"),
     [
-        (0.05, False, "NCCL's first collectives took longer than 0.05 s"),
-        (100.0, True, "the world was aborted while NCCL connected"),
+        (FakeGroup(), 0.05, False, "NCCL's first collectives took longer than 0.05 s"),
+        (FakeGroup(), 100.0, True, "the world was aborted while NCCL connected"),
+        (Failed(), SOON_S, False, "NCCL error: remote process exited or there was a network error"),
     ],
 )
-def test_first_collectives_that_never_end_are_aborted(limit_s: float, is_aborted: bool, message: str) -> None:
+def test_first_collectives_that_never_end_or_fail_are_aborted(
+    group: FakeGroup, limit_s: float, is_aborted: bool, message: str
+) -> None:
     aborted = threading.Event()
     if is_aborted:
         aborted.set()
-    communicator = Connecting(FakeGroup(), alive=False)
+    communicator = Connecting(group, alive=False)
     assert connect(communicator, limit_s, aborted) == [message]
-    assert communicator.num_aborts == 1
-
-
-def test_a_communicator_whose_first_launch_raises_is_aborted() -> None:
-    class Failed(FakeGroup):
-        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
-            raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
-
-    communicator = Connecting(Failed(), alive=True)
-    assert len(connect(communicator, SOON_S, threading.Event())) == 1
     assert communicator.num_aborts == 1
 
 

@@ -147,8 +147,3 @@ def test_other_kinds_and_existing_folders_are_refused(tmp_path: Path, capsys: py
     assert "already exists" in capsys.readouterr().err
     assert index("Stream") == 2
     assert "--out FOLDER is missing" in capsys.readouterr().err
-
-
-def test_the_refusal_of_a_stream_names_the_command() -> None:
-    with pytest.raises(DataError, match="steadfast index --config FILE --out FOLDER"):
-        build_dataset(parse_config(f"data: {{target: '{HERE}:Stream'}}").data)

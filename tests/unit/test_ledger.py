@@ -91,20 +91,15 @@ def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:
     assert len(last_lines(store, STEPS)) == 100
 
 
-def test_skipped_steps_are_those_of_all_rollbacks(tmp_path: Path) -> None:
+def test_skipped_steps_are_those_of_all_rollbacks_and_ends_those_of_all_extensions_once_each(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
-    assert directory.amendments().skip == frozenset()
+    assert (directory.amendments().skip, directory.amendments().ends) == (frozenset(), ())
     directory.record(Rollback(steps=(41,), cause="loss nan"))
     directory.record(Checkpoint(step=5, path="step-5", seconds=0.1, blocked_s=0.0, bytes=1))
     directory.record(Rollback(steps=(40, 42), cause="loss nan"))
-    assert directory.amendments().skip == {40, 41, 42}
-
-
-def test_ends_are_those_of_all_extensions_once_each(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
-    assert directory.amendments().ends == ()
     for step, position in ((18, 220), (13, 165), (18, 220)):
         directory.record(ShortStep(step=step, position=position))
+    assert directory.amendments().skip == {40, 41, 42}
     assert directory.amendments().ends == (End(13, 165), End(18, 220))
 
 
