@@ -91,7 +91,19 @@ class Fate:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class LikeNccl(dist.ProcessGroup):
+class Named(dist.ProcessGroup):
+    """Group with the names that torch has for groups in C++."""
+
+    @property
+    def pg_name(self) -> str:
+        return str(_world.pg_names[self])
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.pg_name
+
+
+class LikeNccl(Named):
     """Runs collectives one after the other on a thread, as a stream does, over a gloo group of its own."""
 
     def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, fate: Fate, limit_s: float) -> None:
@@ -110,14 +122,6 @@ class LikeNccl(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         return "like-nccl"
-
-    @property
-    def pg_name(self) -> str:
-        return str(_world.pg_names[self])
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.pg_name
 
     def abort(self) -> None:
         """Let what is under way complete, with garbage."""

@@ -62,13 +62,16 @@ def test_failure_outside_of_the_world_ends_nothing(tmp_path: Path, name: str, ki
     assert [ended.attempt for ended in play(tmp_path, story).directory.events(events.AttemptEnded)] == [1]
 
 
-def test_a_worker_that_was_cut_off_is_not_let_in_and_what_it_finished_alone_does_not_count(tmp_path: Path) -> None:
+def test_a_lost_worker_is_not_let_in_and_what_it_finished_alone_does_not_count(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
         await cut_c_off(worlds)
         await worlds.subject.publish(events.Finished(attempt=1, summary={"step": 9}))
-        assert await worlds.subject.join(Member("c", None, "c")) is Leave.RELEASED
+        worlds.subject.lose("new", "not heard of for 5 s")  # before it came
+        for name in ("c", "new", "new"):
+            assert await worlds.subject.join(Member(name, None, name)) is Leave.RELEASED
 
     worlds = play(tmp_path, story)
+    assert worlds.told() == [("worker", "c", False), ("worker", "new", False)]
     assert worlds.directory.events(events.Finished) == []
     assert not worlds.subject.over
 
@@ -129,22 +132,6 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
     assert ended[0].cause == "corruption"
 
 
-def test_a_machine_that_always_computes_wrongly_ends_the_run_within_its_budget(tmp_path: Path) -> None:
-    async def story(worlds: Worlds) -> None:
-        for _ in range(1000):
-            if worlds.subject.over:
-                break
-            await worlds.form(starts=True, step=7)
-            await find_b_wrong(worlds, "a")
-            await asyncio.sleep(0.05)  # for the ledger to be looked at
-            del worlds.subject._dead["b"]  # another one takes its name
-
-    worlds = play(tmp_path, story, max_failures=3)
-    assert worlds.told() == [("corruption", "b", False)] * 4 + [("corruption", None, True)]
-    *_, fatal = worlds.directory.events(events.Failure)
-    assert fatal.error == "4 failures (corruption) and no step beyond 7; recovery allows 3 in a row"
-
-
 def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(tmp_path: Path) -> None:
     RunDirectory(LocalStore(tmp_path)).record(events.RunStarted(launcher="ray"))
     for kind, node in (("corruption", "bad"), ("worker", "good")):
@@ -154,16 +141,6 @@ def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(t
         assert await worlds.subject.corrupted_nodes() == ["bad"]
 
     play(tmp_path, story)
-
-
-def test_a_newcomer_that_fell_silent_before_it_came_is_sent_away_and_told_of_once(tmp_path: Path) -> None:
-    async def story(worlds: Worlds) -> None:
-        await worlds.form()
-        worlds.subject.lose("new", "not heard of for 5 s")
-        for _ in range(2):
-            assert await worlds.subject.join(Member("new", None, "new")) is Leave.RELEASED
-
-    assert play(tmp_path, story).told() == [("worker", "new", False)]
 
 
 ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"
@@ -351,8 +328,10 @@ def test_worlds_that_finish_steps_in_between_go_on(tmp_path: Path, dies: bool) -
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("max_failures", [0, 3])
-def test_failures_that_no_death_explains_end_the_run_within_its_budget(tmp_path: Path, max_failures: int) -> None:
+@pytest.mark.parametrize(("max_failures", "is_wrong"), [(0, False), (3, False), (3, True)])
+def test_failures_that_no_death_explains_end_the_run_within_its_budget(
+    tmp_path: Path, max_failures: int, is_wrong: bool
+) -> None:
     """Each world does the same step again, so that it is the budget that ends the run."""
 
     async def story(worlds: Worlds) -> None:
@@ -360,14 +339,20 @@ def test_failures_that_no_death_explains_end_the_run_within_its_budget(tmp_path:
             if worlds.subject.over:
                 break
             await worlds.form(starts=True, step=5)
-            await worlds.fail("a", "b", "c")
+            if is_wrong:
+                await find_b_wrong(worlds, "a")
+                await asyncio.sleep(0.05)  # for the ledger to be looked at
+                del worlds.subject._dead["b"]  # another one takes its name
+            else:
+                await worlds.fail("a", "b", "c")
 
     worlds = play(tmp_path, story, max_failures=max_failures)
-    assert len(worlds.told()) == max_failures + 2  # and the one that tells of the end
+    kind, charged = ("corruption", "b") if is_wrong else ("communication", "one of them")
+    assert worlds.told() == [(kind, charged, False)] * (max_failures + 1) + [(kind, None, True)]
     *_, fatal = worlds.directory.events(events.Failure)
-    failures = f"{max_failures + 1} failures (communication)"
+    failures = f"{max_failures + 1} failures ({kind})"
     assert fatal.budget == f"{failures} and no step beyond 5; recovery allows {max_failures} in a row"
-    assert ERROR in fatal.error
+    assert (fatal.budget if is_wrong else ERROR) in fatal.error
 
 
 async def lose_two(worlds: Worlds, late: bool) -> None:
@@ -396,6 +381,13 @@ def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bo
     assert fatal.kind == "worker"  # not "ours", which would be bad usage before the first step
 
 
+def fit_at(folder: Path, coordinator: Any = None, make: Any = None, stopping: bool = False, cluster: str = "") -> Fit:
+    """Return what a command does with its run, without a command's cluster."""
+    interrupts = cast(Any, SimpleNamespace(stopping=stopping))
+    directory = RunDirectory(LocalStore(folder))
+    return Fit(make, coordinator, directory, Console(), interrupts, 2, 2, cluster, only_saves=False)
+
+
 @pytest.mark.parametrize(
     ("kind", "traceback", "step", "code", "says"),
     [
@@ -409,12 +401,9 @@ def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bo
 def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
     tmp_path: Path, kind: str, traceback: str, step: int, code: int, says: str
 ) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
     if step:
-        directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
-    nothing = cast(Any, None)
-    fit = Fit(nothing, None, directory, Console(), nothing, 2, 2, "", only_saves=False)
-    error = fit._explained(events.Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
+        LocalStore(tmp_path).commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
+    error = fit_at(tmp_path)._explained(events.Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
     assert (error.exit_code, str(error)) == (code, says)
 
 
@@ -424,8 +413,7 @@ def test_command_ends_with_three_when_its_run_was_stopped(
 ) -> None:
     monkeypatch.setattr(Fit, "_fit", lambda self: None)
     monkeypatch.setattr("steadfast.orchestration.trainer.ray.get", lambda asked, timeout: None)
-    directory = RunDirectory(LocalStore(tmp_path))
-    fit = Fit(Mock(), Mock(), directory, Mock(), Mock(stopping=True), 2, 2, "", only_saves=False)
+    fit = fit_at(tmp_path, Mock(), stopping=True)
     fit._summary = {"status": status} if status else None
     assert fit.result() == code
 
@@ -441,9 +429,7 @@ def test_command_comes_back_if_an_embedded_raylet_has_left_its_cluster_and_still
 
     monkeypatch.setattr(Fit, "_show_events", lambda self: None)
     monkeypatch.setattr(Fit, "_cluster_answers", lambda self: True)
-    nothing = cast(Any, None)
-    interrupts = cast(Any, SimpleNamespace(stopping=False))
-    fit = Fit(refuse, None, RunDirectory(LocalStore(tmp_path)), nothing, interrupts, 2, 2, cluster, only_saves=False)
+    fit = fit_at(tmp_path, make=refuse, cluster=cluster)
     with pytest.raises(raised) if raised else contextlib.nullcontext():
         fit._fit()
     assert isinstance(fit._error, HeadDied)
@@ -452,9 +438,7 @@ def test_command_comes_back_if_an_embedded_raylet_has_left_its_cluster_and_still
 def test_the_signal_that_stops_the_run_is_published_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.orchestration.trainer.ray.wait", lambda asked, timeout: ([], asked))
     coordinator = Mock()
-    interrupts = cast(Any, SimpleNamespace(stopping=True))
-    directory = RunDirectory(LocalStore(tmp_path))
-    fit = Fit(Mock(), coordinator, directory, Mock(), interrupts, 2, 2, "", only_saves=False)
+    fit = fit_at(tmp_path, coordinator, stopping=True)
     fit._say_stopping("SIGTERM to pid 7 on h")
     fit._show_events()
     fit._show_events()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from steadfast.config import GptConfig, TaskConfig, parse_config
+from steadfast.config import GptConfig, TaskConfig
 from steadfast.data.datasets import TokensDataset, positions_in_documents
 from steadfast.models import build_model
 from steadfast.parallel.blocks import stop_caching
@@ -93,8 +93,3 @@ def test_without_an_end_token_the_file_is_one_text_and_pickles_keep_the_token(tm
 def test_positions_begin_anew_after_each_end() -> None:
     ends = torch.tensor([[0, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
     assert positions_in_documents(ends).tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-
-
-def test_validation_takes_the_end_token_of_the_training_data() -> None:
-    config = parse_config("data: {kind: tokens, path: a.bin, end_token: 7, validation: {kind: tokens, path: b.bin}}")
-    assert config.data.validation.end_token == 7

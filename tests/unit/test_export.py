@@ -19,13 +19,8 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.json_tables import check_document
+from tests.support.small import MLP
 from tests.support.verbs import printed
-
-MLP = """
-model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
-task: {kind: classification}
-data: {target: 'tests.support.small:Tokens'}
-"""
 
 
 @pytest.fixture

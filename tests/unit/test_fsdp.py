@@ -292,7 +292,6 @@ class Layered(nn.Module):
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The inputs of all gathers so far."""
     return inputs_of(monkeypatch, "all_gather_single")
 
 

@@ -12,13 +12,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from steadfast.world import groups
 from steadfast.world.communicator import NcclCommunicator
 from steadfast.world.groups import Groups, PeerLost, WorldRank, is_peer_loss, serve_store
 from steadfast.world.timeouts import Timeouts
 from tests.support.command import ROOT
+from tests.support.like_nccl import Named
 
 SOON_S = 10.0
 
@@ -180,18 +180,10 @@ def test_a_rank_whose_gpu_has_failed_says_so_before_it_waits_for_peers(monkeypat
     assert not dist.is_initialized()
 
 
-class Broken(dist.ProcessGroup):
+class Broken(Named):
     """Raises at its end, as NCCL does in an error state, unless it was aborted before."""
 
     calls: ClassVar[list[str]] = []
-
-    @property
-    def pg_name(self) -> str:
-        return str(_world.pg_names[self])
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.pg_name
 
     def abort(self) -> None:
         self.calls.append("abort")

@@ -85,7 +85,6 @@ class Ends:
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def join(self, name: str, address: str = "127.0.0.1") -> HeartbeatClient:
-        """Another worker, without a cable."""
         met = threading.Event()
         access = Access((address, self.port), name, self.server.admit(name))
         client = HeartbeatClient(access, TIMEOUTS, dict, lambda _: met.set())

@@ -77,14 +77,9 @@ def test_samples_come_back_with_their_types(
     for place, sample in enumerate(Stream()):
         if place % 100 == 0 or place == 2499:
             check_equal(dataset[place], sample)
-
-
-def test_tuples_come_back_as_tuples() -> None:
-    assert index("pairs", "--out", "shards") == 0
-    inputs, label = read("shards")[7]
-    assert inputs.tolist() == [7.0, 7.0, 7.0]
-    assert inputs.dtype == np.float32
-    assert label == 7
+    assert index("pairs", "--out", "tuples") == 0
+    inputs, label = read("tuples")[7]
+    assert (inputs.tolist(), inputs.dtype, label) == ([7.0, 7.0, 7.0], np.float32, 7)
 
 
 def failing(samples: Iterable[Any], after: int) -> Iterator[Any]:

@@ -1,13 +1,11 @@
 """What interrupted a run, as status, report and trackers tell it: from one reading of its events."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from steadfast.run import events
 from steadfast.run.directory import RunDirectory
-from steadfast.storage import LocalStore
 from steadfast.telemetry.interruptions import Interruption, read_interruptions
 from steadfast.telemetry.past import Past
 
@@ -96,8 +94,7 @@ def test_what_is_not_over_has_no_end_yet_and_a_spare_that_fails_interrupts_nothi
     assert read_interruptions([COMMAND, FIRST, events.AttemptEnded(cause="finished")]) == []
 
 
-def test_trackers_mark_the_same_interruptions(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
+def test_trackers_mark_the_same_interruptions(directory: RunDirectory) -> None:
     resized = events.AttemptEnded(time_s=110.0, attempt=2, cause="resized", step=20)
     for event in (COMMAND, FIRST, LOST, LOST, FAILED, SECOND, LOST, resized):
         directory.record(event)
@@ -108,8 +105,7 @@ def test_trackers_mark_the_same_interruptions(tmp_path: Path) -> None:
     assert Past.read(directory) == Past(1, 0, 1, causes, num_workers=SECOND.world_size, kind="restart")
 
 
-def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
+def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained(directory: RunDirectory) -> None:
     directory.record(events.Checkpoint(step=30, path="", seconds=0.0, blocked_s=0.0, bytes=0))
     directory.record(started(1, 2, 20.0, nodes={"a": (0,), "b": (1,)}))
     past = Past.read(directory)
