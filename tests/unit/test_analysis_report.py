@@ -64,12 +64,17 @@ def test_what_an_interruption_cost(directory: RunDirectory) -> None:
     assert spent["re-forming"] + spent["restore"] == failure.back_s
 
 
-def test_a_rank_is_shown_with_what_a_step_cost_it_beside_the_others(directory: RunDirectory) -> None:
+def test_ranks_are_drawn_by_node_with_what_a_step_cost_each_beside_the_others(directory: RunDirectory) -> None:
     one, other = Course.read(directory).ranks()
     assert (one.attempt, one.rank, one.node, one.gpu, one.own_ms, one.last) == (1, 0, HOSTILE, HOSTILE, 10.0, 3 / 8)
     # A third as often as it was told of three times as many steps.
     assert (other.node, other.gpu, other.own_ms, other.last) == ("alpha", "NVIDIA H200", 15.0, 5 / 8)
     assert other.of_median == pytest.approx(15 / 12.5)
+    drawing = figures.worlds(Course.read(directory))
+    assert [*drawing.legend] == ["alpha", HOSTILE, "workers"]
+    drawn = drawing.plot.renderers[0].data_source.data
+    assert list(drawn["top"]) == [1, 2, 1, 2]
+    assert list(drawn["left"]) == [0.0, 0.0, 10.0, 14.0]  # from the first step on, without the start
 
 
 def test_an_interruption_that_is_not_over_is_on_the_page(directory: RunDirectory) -> None:
@@ -96,14 +101,6 @@ def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None
     assert "measuring held-out samples" not in page
     for told in ("8.0 s", "2 → 1", "snapshot", "40%", "waiting for workers", "NVIDIA H200", "62%"):
         assert told in page
-
-
-def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
-    drawing = figures.worlds(Course.read(directory))
-    assert [*drawing.legend] == ["alpha", HOSTILE, "workers"]
-    drawn = drawing.plot.renderers[0].data_source.data
-    assert list(drawn["top"]) == [1, 2, 1, 2]
-    assert list(drawn["left"]) == [0.0, 0.0, 10.0, 14.0]  # from the first step on, without the start
 
 
 def test_command_that_ended_before_its_first_step_has_a_bar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

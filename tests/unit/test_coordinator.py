@@ -728,30 +728,22 @@ def newcomer(name: str) -> Member:
     return Member(name, None, name, store=(f"host of {name}", 1))
 
 
-def test_a_worker_that_waits_for_a_world_occupies_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_waits_occupies_no_call_and_is_told_its_one_place_however_often_it_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     RunDirectory(LocalStore(tmp_path)).record(events.ShortStep(step=13, position=165))
 
     async def story(worlds: Worlds) -> None:
         answers = Answers(worlds, monkeypatch)
-        for name in "abc":
-            await worlds.subject.ask(newcomer(name), 0)  # returns before there is a world
-        places = await answers.take(3)
-        store = (f"host of {worlds.subject.membership.world[0]}", 1)
-        for rank, name in enumerate(worlds.subject.membership.world):
-            amendments = worlds.directory.amendments()
-            assert amendments.ends == (End(13, 165),)
-            assert places[name] == WorldAssignment(rank, 3, 1, store, amendments)
-
-    play(tmp_path, story)
-
-
-def test_worker_that_asks_again_is_told_its_one_place_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(worlds: Worlds) -> None:
-        answers = Answers(worlds, monkeypatch)
-        # Ray repeats a call, and so does a worker that comes to another coordinator.
+        # Ray repeats a call, and so does a worker that comes to another coordinator. Each call returns before there is
+        # a world.
         for name in "aabbcc":
             await worlds.subject.ask(newcomer(name), 0)
         first = await answers.take(3)
+        world, amendments = worlds.subject.membership.world, worlds.directory.amendments()
+        assert amendments.ends == (End(13, 165),)
+        store = (f"host of {world[0]}", 1)
+        assert first == {name: WorldAssignment(rank, 3, 1, store, amendments) for rank, name in enumerate(world)}
         await worlds.subject.ask(newcomer("b"), 0)
         assert await answers.take(1) == {"b": first["b"]}
         assert worlds.subject.membership._waiting == {}  # it still trains
@@ -762,26 +754,22 @@ def test_worker_that_asks_again_is_told_its_one_place_again(tmp_path: Path, monk
     play(tmp_path, story)
 
 
-def test_a_worker_that_asks_once_the_run_is_over_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_worker_waits_for_a_coordinator_that_gives_up_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     async def story(worlds: Worlds) -> None:
         answers = Answers(worlds, monkeypatch)
         await worlds.subject.ask(newcomer("a"), 0)
         await asyncio.sleep(0.05)
-        worlds.subject.give_up("no more")
+        if fails:
+            fault = Mock(side_effect=ZeroDivisionError("a fault"))
+            monkeypatch.setattr(worlds.subject.membership, "join", fault)
+        else:
+            worlds.subject.give_up("no more")
         await worlds.subject.ask(newcomer("b"), 0)
         assert await answers.take(2) == {"a": Leave.RUN_ENDED, "b": Leave.RUN_ENDED}
 
-    play(tmp_path, story)
-
-
-def test_error_of_the_coordinator_leaves_no_worker_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(worlds: Worlds) -> None:
-        answers = Answers(worlds, monkeypatch)
-        monkeypatch.setattr(worlds.subject.membership, "join", Mock(side_effect=ZeroDivisionError("a fault")))
-        await worlds.subject.ask(newcomer("a"), 0)
-        assert await answers.take(1) == {"a": Leave.RUN_ENDED}
-
-    worlds = play(tmp_path, story)
-    (failure,) = worlds.directory.events(events.Failure)
+    (failure,) = play(tmp_path, story).directory.events(events.Failure)
     assert failure.fatal
-    assert "ZeroDivisionError: a fault" in failure.error
+    assert ("ZeroDivisionError: a fault" if fails else "no more") in failure.error

@@ -20,11 +20,12 @@ from steadfast.injection.inject import Faults, InjectedFault
 from steadfast.injection.probes import Probes, build_probes
 from steadfast.plan import Microbatch
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import Event, FaultInjected
+from steadfast.run.events import FaultInjected
 from steadfast.storage import LocalStore
 from steadfast.tasks import Sums
 from steadfast.world.progress import Progress
 from steadfast.world.runtime import Signals, World
+from tests.support.events import Published
 
 MODEL = nn.Identity()
 NUM_MICROBATCHES = 2
@@ -40,16 +41,11 @@ class SumTask:
         return Sums(model(torch.ones(1)).sum(), 1)
 
 
-class Events(list[Event]):
-    def publish(self, event: Event) -> None:
-        self.append(event)
-
-
-def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1, told: Events | None = None) -> Probes:
+def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1, told: Published | None = None) -> Probes:
     """Faults as a step meets them: around its batches, its task, its signals and its message."""
     config = parse_config(yaml.safe_dump({"faults": {"inject": list(wanted)}}))
     world = World(rank, 3, attempt=1, groups=cast(Any, None))
-    runtime = cast(Any, Events() if told is None else told)
+    runtime = cast(Any, Published() if told is None else told)
     return build_probes(
         Faults(config.faults.inject, RunDirectory(LocalStore(directory)), world, runtime), Balance(), Progress()
     )
@@ -95,7 +91,7 @@ def test_it_may_strike_a_number_of_times_or_every_time(tmp_path: Path) -> None:
 
 
 def test_loss_and_gradient_of_all_of_a_steps_microbatches_are_spoilt_and_of_no_others(tmp_path: Path) -> None:
-    told, kinds = Events(), {3: "nan_at", 5: "spike_at"}
+    told, kinds = Published(), {3: "nan_at", 5: "spike_at"}
     spoilt = faults(tmp_path, *({"kind": kind, "step": step, "rank": 1} for step, kind in kinds.items()), told=told)
     one, nan, spike = ([value] * NUM_MICROBATCHES for value in (1.0, math.nan, 1000.0))
     assert str(losses(spoilt)) == str([one, one, nan, one, spike, one, one, one, one])

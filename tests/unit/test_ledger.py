@@ -27,10 +27,7 @@ def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (3, None), (4, float("nan")), (5, 5.0), (6, 6.0)]
     write_ledger(store, ({"step": step, "loss": loss} for step, loss in losses))
     assert past_losses(store, 5) == PastLosses([1.0, 2.5, 5.0], [1.0, 2.5, 5.0])
-
-
-def test_of_a_long_ledger_the_first_and_the_last_losses_are_read(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+    store = LocalStore(tmp_path / "long")  # of which the first and the last ones are read
     write_ledger(store, ({"step": step, "loss": float(step)} for step in range(1, 20_001)))
     past = past_losses(store, 19_990)
     assert past.first[:32] == [float(step) for step in range(1, 33)]
