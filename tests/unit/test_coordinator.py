@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -32,7 +31,6 @@ from steadfast.run.directory import STEPS, Request, RunDirectory
 from steadfast.run.owner import Ownership, read_owner
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
-from steadfast.telemetry.console import Console
 from tests.support.events import attempt_started, event_lines
 
 
@@ -383,9 +381,9 @@ def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bo
 
 def fit_at(folder: Path, coordinator: Any = None, make: Any = None, stopping: bool = False, cluster: str = "") -> Fit:
     """Return what a command does with its run, without a command's cluster."""
-    interrupts = cast(Any, SimpleNamespace(stopping=stopping))
+    interrupts = Mock(stopping=stopping)
     directory = RunDirectory(LocalStore(folder))
-    return Fit(make, coordinator, directory, Console(), interrupts, 2, 2, cluster, only_saves=False)
+    return Fit(make, coordinator, directory, Mock(), interrupts, 2, 2, cluster, only_saves=False)
 
 
 @pytest.mark.parametrize(

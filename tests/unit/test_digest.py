@@ -31,16 +31,16 @@ def test_every_bit_of_a_tensor_has_a_digest_of_its_own(
     monkeypatch.setattr(module, "_CHUNK", chunk)
     module._weights.cache_clear()
     assert bool((module._weights(torch.device("cpu")) % 2).all()), "a difference in one word must not vanish"
-    tensor = some(29, dtype, seed=1)
+    tensor = some(7, dtype, seed=1)
     width = 8 * tensor.element_size()
     before = of(tensor)
     found = {before}
-    for element in range(29):
+    for element in range(7):
         for bit in range(width):
             flip_bit(tensor, element, bit)
             found.add(of(tensor))
             flip_bit(tensor, element, bit)
-    assert len(found) == 1 + 29 * width
+    assert len(found) == 1 + 7 * width
     assert of(tensor.clone()) == before
     module._weights.cache_clear()
 

@@ -27,6 +27,7 @@ def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (3, None), (4, float("nan")), (5, 5.0), (6, 6.0)]
     write_ledger(store, ({"step": step, "loss": loss} for step, loss in losses))
     assert past_losses(store, 5) == PastLosses([1.0, 2.5, 5.0], [1.0, 2.5, 5.0])
+    (tmp_path / "long").mkdir()
     store = LocalStore(tmp_path / "long")  # of which the first and the last ones are read
     write_ledger(store, ({"step": step, "loss": float(step)} for step in range(1, 20_001)))
     past = past_losses(store, 19_990)
@@ -64,6 +65,7 @@ def test_shares_that_no_run_has_written_are_not_read(written: object) -> None:
 
 
 def test_the_last_step_is_found_however_long_its_line_is(tmp_path: Path) -> None:
+    (tmp_path / "equal").mkdir()
     committed(tmp_path / "equal", (8,) * 10_000)
     assert (tmp_path / "equal" / STEPS).stat().st_size <= 500
     directory = committed(tmp_path, (8, 9) * 10_000, num_steps=3)
