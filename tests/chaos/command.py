@@ -191,13 +191,11 @@ def committed_weights(folder: Path, num_steps: int) -> dict[str, Tensor]:
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights that a baseline has trained."""
     weights: dict[str, Tensor] = torch.load(folder / "final.pt")
     return weights
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the largest difference of a weight."""
     return float(max((value - other[name]).abs().max().item() for name, value in one.items()))
 
 

@@ -72,7 +72,6 @@ class Contender:
         self.add()
 
     def node_pids(self) -> list[int]:
-        """Return the processes of the node that can be lost."""
         found: list[int] = self.bed.pids_of(self.bed.nodes[self.lost_node])
         return found
 

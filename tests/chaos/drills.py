@@ -63,7 +63,6 @@ class Drills:
         self._ends: list[int] = []  # the newest step when a fault was over
 
     def begin(self) -> None:
-        """Start the contender."""
         set_pace(self.pace, HELD_S)
         self._start()
 
@@ -199,7 +198,6 @@ class Drills:
 
 
 def inflict(contender: Contender, fault: str) -> None:
-    """Do a fault to a contender."""
     pids = contender.worker_pids()
     match fault:
         case "kill worker":

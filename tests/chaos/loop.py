@@ -59,37 +59,27 @@ def train(
         noticed: whether all ranks have just been told that a node goes; called on all of them in each step.
     """
     config = job.config
-    assert isinstance(config.model, GptConfig)
     assert isinstance(config.data, TextData)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-    torch.manual_seed(config.run.seed)
-    model = wrap(Gpt(config.model).double(), group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
+    module, optimizer = build(config)
+    model = wrap(module, group)
     step = 0
     if restored:
         step = restored["step"]
-        plain(model).load_state_dict(restored["model"])
+        module.load_state_dict(restored["model"])
         optimizer.load_state_dict(restored["optimizer"])
 
     data = TextDataset(config.data.source, config.data.context_length)
     sampler: DistributedSampler[Any] = DistributedSampler(data, seed=config.run.seed, drop_last=True)  # type: ignore[arg-type]
-    share, size = config.batch.global_size // world_size, config.batch.microbatch_size
+    share = config.batch.global_size // world_size
     steps_per_epoch = len(sampler) // share
     attempt, ledger = agreed_time(), FileStream(job.folder / "steps.jsonl")
     while step < (config.run.steps or 0):
         epoch, done = divmod(step, steps_per_epoch)
         sampler.set_epoch(epoch)
         ids = torch.tensor(list(sampler)[done * share : (done + 1) * share])
-        parts = ids.split(size)
-        for index, part in enumerate(parts):
-            pace(job.pace_file, plain(model))
-            inputs, targets = data.read_batch(part.numpy())
-            with getattr(model, "no_sync", nullcontext)() if index < len(parts) - 1 else nullcontext():
-                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-                (loss * (len(part) / share)).backward()
-        if config.optimizer.max_grad_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+        add_gradients(job, model, data, ids)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
@@ -99,13 +89,30 @@ def train(
             ledger.write([{**line, "ids": used.tolist()}])
         told = noticed()
         if (job.snapshot_steps and step % job.snapshot_steps == 0) or told:
-            save({"step": step, "model": plain(model).state_dict(), "optimizer": optimizer.state_dict()})
+            save({"step": step, "model": module.state_dict(), "optimizer": optimizer.state_dict()})
     if rank == 0:
-        torch.save(plain(model).state_dict(), job.folder / "final.pt")
+        torch.save(module.state_dict(), job.folder / "final.pt")
 
 
-def plain(model: nn.Module) -> nn.Module:
-    return getattr(model, "module", model)
+def build(config: Config) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model whose weights follow from the seed, and its optimizer."""
+    assert isinstance(config.model, GptConfig)
+    torch.manual_seed(config.run.seed)
+    module = Gpt(config.model).double()
+    return module, torch.optim.AdamW(module.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
+
+
+def add_gradients(job: Job, model: Any, data: TextDataset, ids: Tensor) -> None:
+    """Add up the gradients of a worker's samples, which are summed over workers in the last backward, and clip them."""
+    parts = ids.split(job.config.batch.microbatch_size)
+    for index, part in enumerate(parts):
+        pace(job.pace_file, model)
+        inputs, targets = data.read_batch(part.numpy())
+        with getattr(model, "no_sync", nullcontext)() if index < len(parts) - 1 else nullcontext():
+            loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            (loss * (len(part) / len(ids))).backward()
+    if job.config.optimizer.max_grad_norm:
+        nn.utils.clip_grad_norm_(model.parameters(), job.config.optimizer.max_grad_norm)
 
 
 def of_all_ranks(ids: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -18,7 +18,6 @@ _STALLED = 0.25  # share of the time without progress, roughly
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=2000, help="about so many; the steps follow from them")
     parser.add_argument("--mean", type=float, default=15.0, help="seconds between two faults")

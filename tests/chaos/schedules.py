@@ -61,7 +61,6 @@ class Storm:
 
 
 def calm(num_steps: int) -> Storm:
-    """Return a storm without faults."""
     return Storm("no faults", num_steps, lambda _: (), _mixed, is_calm=True)
 
 

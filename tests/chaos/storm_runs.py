@@ -81,7 +81,6 @@ class Choice:
     num_workers: int = 2
 
     def words(self, steps: int) -> list[str]:
-        """Return the words after the file."""
         workers = f"scaling={{num_workers: [1, {self.num_workers + 1}], gpus_per_worker: 0}}"
         return [*self.overrides, *TRAINING, workers, f"run.steps={steps}"]
 
@@ -153,8 +152,6 @@ def _versions() -> dict[str, str]:
 
 @dataclass
 class Runs:
-    """All contenders through all storms."""
-
     choice: Choice
     folder: Path
     say: Callable[[str], None]

@@ -14,16 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DistributedSampler
 
-from steadfast.config import GptConfig, TextData
+from steadfast.config import TextData
 from steadfast.data.datasets import TextDataset
-from steadfast.models.gpt import Gpt
 from steadfast.storage.jsonl import FileStream
-from tests.chaos.loop import Job, plain
+from tests.chaos.loop import Job, add_gradients, build
 from tests.chaos.matrix import LIMIT_S
-from tests.support.pace import pace
 
 NUM_GROUPS = 2
 
@@ -33,12 +30,9 @@ def train(job: Job, group: int) -> None:
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     config = job.config
-    assert isinstance(config.model, GptConfig)
     assert isinstance(config.data, TextData)
     limit = timedelta(seconds=LIMIT_S)
-    torch.manual_seed(config.run.seed)
-    module = Gpt(config.model).double()
-    adamw = torch.optim.AdamW(module.parameters(), lr=config.optimizer.lr, betas=config.optimizer.betas)
+    module, adamw = build(config)
 
     def state() -> dict[str, Any]:
         return {"model": module.state_dict(), "optimizer": adamw.state_dict()}
@@ -83,16 +77,8 @@ def train(job: Job, group: int) -> None:
         sampler.set_epoch(epoch)
         batch = torch.tensor(list(sampler)[done * size : (done + 1) * size])
         ids = batch[group::NUM_GROUPS]
-        parts = ids.split(config.batch.microbatch_size)
         optimizer.zero_grad()
-        for index, part in enumerate(parts):
-            pace(job.pace_file, module)
-            inputs, targets = data.read_batch(part.numpy())
-            with model.no_sync() if index < len(parts) - 1 else torch.enable_grad():  # type: ignore[operator]
-                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-                (loss * (len(part) / share)).backward()
-        if config.optimizer.max_grad_norm:
-            nn.utils.clip_grad_norm_(module.parameters(), config.optimizer.max_grad_norm)
+        add_gradients(job, model, data, ids)
         # A sum, in which each group that takes part has its own places. An error in the sum leaves the step undone.
         used = torch.zeros(NUM_GROUPS, share, dtype=torch.float64)
         agreed = torch.zeros(1, dtype=torch.float64)
@@ -116,7 +102,7 @@ def train(job: Job, group: int) -> None:
             torch.save({**state(), "manager": manager.state_dict()}, new)
             os.replace(new, snapshot)
     if manager.participating_rank() == 0:
-        torch.save(plain(module).state_dict(), job.folder / "final.pt")
+        torch.save(module.state_dict(), job.folder / "final.pt")
     manager.shutdown()
 
 

@@ -21,7 +21,8 @@ from steadfast.checkpoint.initial import build_initial
 from steadfast.config import AdamWConfig, Config, LinearConfig, parse_config
 from steadfast.data import build_dataset
 from tests.examples import lora
-from tests.support.checks import order_of, weights_of
+from tests.support.checks import weights_of
+from tests.support.reference import order_of
 
 
 def main(directory: Path, exported: Path) -> None:

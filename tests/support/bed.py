@@ -50,17 +50,14 @@ class Bed:
         self._cluster.remove_node(node, allow_graceful=graceful)
 
     def kill(self, node_id: str) -> None:
-        """Kill all processes of a node at once."""
         for pid in self.pids_of(node_id):
             processes.send(pid, signal.SIGKILL)
         self.lose(node_id)
 
     def pids_of(self, node_id: str) -> list[int]:
-        """Return the processes of a node."""
         return self._below(next(node for node in self._cluster.worker_nodes if node.node_id == node_id))
 
     def pids(self) -> set[int]:
-        """Return the processes of all nodes."""
         found: set[int] = set()
         for node in [self._cluster.head_node, *self._cluster.worker_nodes]:
             found.update(self._below(node))

@@ -13,7 +13,7 @@ from steadfast.analysis.audit import Proof, audit
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config, parse_config
-from steadfast.data import Extent, SampleOrder, build_dataset, build_order
+from steadfast.data import Extent, build_dataset
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 from tests.support.command import Finished, Running
@@ -71,10 +71,6 @@ def check_finished(running: Running, timeout_s: float = 120) -> Finished:
     finished = running.wait(timeout_s)
     assert finished.code == 0, finished.output
     return finished
-
-
-def order_of(config: Config) -> SampleOrder:
-    return build_order(config.data, Extent.of(build_dataset(config.data)), config.run.seed)
 
 
 def check_identical(one: Path, other: Path) -> None:

@@ -20,6 +20,7 @@ from tests.support.history import History, read_ledger
 from tests.support.warm import Forked, Warm
 
 ROOT = Path(__file__).parents[2]
+is_alive = processes.is_alive
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 STANDALONE = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
@@ -210,11 +211,3 @@ def files_with(text: str, *folders: Path) -> list[Path]:
         assert files, f"{folder} is empty"
         found += [file for file in files if text.encode() in file.read_bytes()]
     return found
-
-
-def is_alive(pid: int) -> bool:
-    """Not gone, and not a zombie that waits for whoever adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -3,6 +3,8 @@
 import time
 from typing import Any, TypeVar
 
+import torch
+
 from steadfast.run import events
 from steadfast.run.directory import EVENTS, RunDirectory
 from steadfast.run.events import Event
@@ -27,6 +29,15 @@ LOG = events.Log(
     eta_s=1.5,
     metrics={"accuracy": 0.75},
 )
+
+
+class Published(list[Event]):
+    """Events that a runtime on the CPU would publish."""
+
+    device = torch.device("cpu")
+
+    def publish(self, event: Event) -> None:
+        self.append(event)
 
 
 def changed(event: Kind, **fields: Any) -> Kind:

@@ -4,8 +4,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.support.processes import is_alive, title_of
 
 PATIENCE_S = 5.0
 
@@ -46,8 +48,8 @@ def forbid_leaks(patience_s: float = PATIENCE_S) -> Iterator[None]:
         for pid, parent in _descendants().items():  # parents first
             if parent in servers:
                 servers.add(pid)
-            elif pid not in processes and not _is_lifelong(pid, parent) and not _has_ended(pid):
-                names.append(f"process {pid}: {_command(pid):.200}")
+            elif pid not in processes and not _is_lifelong(pid, parent) and is_alive(pid):
+                names.append(f"process {pid}: {title_of(pid):.200}")
         return names
 
     # Most need a moment to end.
@@ -71,28 +73,13 @@ def _descendants() -> dict[int, int]:
     while parents:
         parent = parents.pop()
         for task in Path(f"/proc/{parent}/task").glob("*"):
-            children = [int(pid) for pid in _read(task / "children").split()]
-            parents += children
-            found.update(dict.fromkeys(children, parent))
+            with suppress(OSError):  # gone by now
+                children = [int(pid) for pid in (task / "children").read_text().split()]
+                parents += children
+                found.update(dict.fromkeys(children, parent))
     return found
 
 
 def _is_lifelong(pid: int, parent: int) -> bool:
     """Tell a lifelong server from the processes that it forks, whose command line is the same."""
-    return parent == os.getpid() and any(each in _command(pid) for each in LIFELONG_PROCESSES)
-
-
-def _has_ended(pid: int) -> bool:
-    """Return True also for a zombie, which only waits for its parent to ask."""
-    return _read(Path(f"/proc/{pid}/stat")).rpartition(") ")[2][:1] in ("", "Z")
-
-
-def _command(pid: int) -> str:
-    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # gone by now, or no Linux
-        return ""
+    return parent == os.getpid() and any(each in title_of(pid) for each in LIFELONG_PROCESSES)

@@ -91,7 +91,19 @@ class Fate:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class LikeNccl(dist.ProcessGroup):
+class Named(dist.ProcessGroup):
+    """Group with the names that torch has for groups in C++."""
+
+    @property
+    def pg_name(self) -> str:
+        return str(_world.pg_names[self])
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.pg_name
+
+
+class LikeNccl(Named):
     """Runs collectives one after the other on a thread, as a stream does, over a gloo group of its own."""
 
     def __init__(self, rank: int, size: int, inner: dist.ProcessGroup, fate: Fate, limit_s: float) -> None:
@@ -111,14 +123,6 @@ class LikeNccl(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return "like-nccl"
 
-    @property
-    def pg_name(self) -> str:
-        return str(_world.pg_names[self])
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.pg_name
-
     def abort(self) -> None:
         """Let what is under way complete, with garbage."""
         with self._state_lock:
@@ -131,37 +135,35 @@ class LikeNccl(dist.ProcessGroup):
             raise dist.DistBackendError(f"NCCL error: the communicator is in state {self._state}")
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        def run() -> list[Tensor]:
-            copies = [tensor.clone() for tensor in tensors]
-            self._await(self._inner.allreduce(copies, opts or dist.AllreduceOptions()))
-            return copies
-
-        return self._launch(run, tensors)
+        opts = opts or dist.AllreduceOptions()
+        return self._launch(self._on_copies(self._inner.allreduce, tensors, opts), tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
-        def run() -> list[Tensor]:
-            copies = [tensor.clone() for tensor in tensors]
-            self._await(self._inner.broadcast(copies, opts))
-            return copies
-
+        run = self._on_copies(self._inner.broadcast, tensors, opts)
         return self._launch(run, [] if opts.rootRank == self.rank() else tensors)  # the source only sends
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+    def _on_copies(self, start: Callable[..., Any], tensors: list[Tensor], opts: Any) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
-            copy = torch.empty_like(output)
-            self._call(dist.all_gather_single, copy, input.clone())
-            return [copy]
+            copies = [tensor.clone() for tensor in tensors]
+            self._await(start(copies, opts))
+            return copies
 
-        return self._launch(run, [output])
+        return run
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self._single(dist.all_gather_single, output, input)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         (output,), (input,) = outputs, inputs
         return self.all_gather_single(output, input)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self._single(dist.reduce_scatter_single, output, input)
+
+    def _single(self, collective: Callable[..., Any], output: Tensor, input: Tensor) -> Any:
         def run() -> list[Tensor]:
             copy = torch.empty_like(output)
-            self._call(dist.reduce_scatter_single, copy, input.clone())
+            self._call(collective, copy, input.clone())
             return [copy]
 
         return self._launch(run, [output])

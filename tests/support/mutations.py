@@ -25,7 +25,7 @@ from steadfast.data.order import Int64s, SampleOrder
 from steadfast.loop.totals import Totals
 from steadfast.parallel.buckets import PlainSum
 from steadfast.parallel.fixed_point import FixedPoint
-from steadfast.plan import Microbatch, Plan
+from steadfast.plan import Plan, Shares
 from steadfast.tasks import LanguageModeling, Sums
 from tests.support.small import Tokens
 
@@ -33,9 +33,14 @@ from tests.support.small import Tokens
 EARLY, LATE = 26, 38
 
 
-def _replace(owner: Any, name: str, broken: Callable[[Any], Any]) -> None:
-    """`broken` is given the honest function, and answers with the one to put in its place."""
-    setattr(owner, name, broken(getattr(owner, name)))
+def _replace(owner: Any, name: str, broken: Callable[..., Any]) -> None:
+    """Put `broken` in the place of a function. Its first argument is the honest one."""
+    honest = getattr(owner, name)
+
+    def replaced(*args: Any, **named: Any) -> Any:
+        return broken(honest, *args, **named)
+
+    setattr(owner, name, replaced)
 
 
 def nothing() -> None:
@@ -45,17 +50,13 @@ def nothing() -> None:
 def _read_elsewhere(places: dict[int, int]) -> None:
     """At each position that is named, the sample of another."""
 
-    def broken(honest: Any) -> Any:
-        def train(self: SampleOrder, positions: Int64s) -> Int64s:
-            wanted = positions.copy()
-            for position, other in places.items():
-                wanted[positions == position] = other
-            ids: Int64s = honest(self, wanted)
-            return ids
+    def train(honest: Any, self: SampleOrder, positions: Int64s) -> Any:
+        wanted = positions.copy()
+        for position, other in places.items():
+            wanted[positions == position] = other
+        return honest(self, wanted)
 
-        return train
-
-    _replace(SampleOrder, "train", broken)
+    _replace(SampleOrder, "train", train)
 
 
 def repeat_a_sample() -> None:
@@ -67,134 +68,115 @@ def swap_two_samples_across_ranks() -> None:
 
 
 def read_another_sample_than_is_said() -> None:
-    _replace(Tokens, "__getitem__", lambda honest: lambda self, index: honest(self, index // 2))
+    _replace(Tokens, "__getitem__", lambda honest, self, index: honest(self, index // 2))
 
 
 def drop_a_microbatch() -> None:
-    def broken(honest: Any) -> Any:
-        def microbatch(self: Plan, step: int, index: int) -> Microbatch:
-            found: Microbatch = honest(self, step, index)
-            return found._replace(weight=0) if (step, index) == (3, 4) else found
+    def microbatch(honest: Any, self: Plan, step: int, index: int) -> Any:
+        found = honest(self, step, index)
+        return found._replace(weight=0) if (step, index) == (3, 4) else found
 
-        return microbatch
-
-    _replace(Plan, "_microbatch", broken)
+    _replace(Plan, "_microbatch", microbatch)
 
 
 def count_pads() -> None:
-    _replace(Plan, "_pad", lambda honest: lambda *place: honest(*place)._replace(weight=1))
+    _replace(Plan, "_pad", lambda honest, *place: honest(*place)._replace(weight=1))
 
 
 def key_dropout_by_rank() -> None:
     _replace(
         steadfast.step.stepper,
         "seed_generators",
-        lambda honest: lambda seed, *rest: honest(seed + dist.get_rank(), *rest),
+        lambda honest, seed, *rest: honest(seed + dist.get_rank(), *rest),
     )
 
 
 def leave_generators_as_they_are() -> None:
     """Have a stage draw from the generators as they are after its own forward, not after the stage before."""
-    _replace(steadfast.parallel.pipeline, "set_generators", lambda honest: lambda device, state: None)
+    _replace(steadfast.parallel.pipeline, "set_generators", lambda honest, device, state: None)
 
 
 def take_means_before_the_sum() -> None:
-    def broken(honest: Any) -> Any:
-        def loss(self: LanguageModeling, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
-            sums: Sums = honest(self, model, batch)
-            return Sums(sums.loss_sum / max(1, int(sums.count)), 1)
+    def loss(honest: Any, self: LanguageModeling, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        sums: Sums = honest(self, model, batch)
+        return Sums(sums.loss_sum / max(1, int(sums.count)), 1)
 
-        return loss
-
-    _replace(LanguageModeling, "loss", broken)
+    _replace(LanguageModeling, "loss", loss)
 
 
 def broadcast_from_rank_0() -> None:
-    _replace(
-        steadfast.checkpoint.restore, "broadcast", lambda honest: lambda state, source, groups: honest(state, 0, groups)
-    )
+    _replace(steadfast.checkpoint.restore, "broadcast", lambda honest, state, source, groups: honest(state, 0, groups))
 
 
 def broadcast_no_optimizer() -> None:
-    def broken(honest: Any) -> Any:
-        return lambda state, source, groups: honest({"model": state["model"]}, source, groups)
+    def broadcast(honest: Any, state: Any, *rest: Any) -> Any:
+        return honest({"model": state["model"]}, *rest)
 
-    _replace(steadfast.checkpoint.restore, "broadcast", broken)
+    _replace(steadfast.checkpoint.restore, "broadcast", broadcast)
 
 
 def load_no_optimizer() -> None:
-    def broken(honest: Any) -> Any:
-        def elsewhere(shard: Shard) -> Shard:
-            return replace(shard, tensor=shard.tensor.clone()) if shard.name.startswith("optimizer.") else shard
+    def elsewhere(shard: Shard) -> Shard:
+        return replace(shard, tensor=shard.tensor.clone()) if shard.name.startswith("optimizer.") else shard
 
-        return lambda files, shards, **how: honest(files, list(map(elsewhere, shards)), **how)
-
-    _replace(steadfast.checkpoint.durable, "load_shards", broken)
-    _replace(steadfast.checkpoint.snapshots, "load_shards", broken)
+    for module in (steadfast.checkpoint.durable, steadfast.checkpoint.snapshots):
+        _replace(
+            module,
+            "load_shards",
+            lambda honest, files, shards, **how: honest(files, list(map(elsewhere, shards)), **how),
+        )
 
 
 def find_no_unused_parameters() -> None:
-    def broken(honest: Any) -> Any:
-        return lambda self, model, **how: honest(self, model, **{**how, "find_unused_parameters": False})
+    def init(honest: Any, self: Any, model: nn.Module, **how: Any) -> None:
+        honest(self, model, **{**how, "find_unused_parameters": False})
 
-    _replace(steadfast.parallel.ddp._Transparent, "__init__", broken)
+    _replace(steadfast.parallel.ddp._Transparent, "__init__", init)
 
 
 def refuse_to_take_times() -> None:
-    def broken(honest: Any) -> Any:
-        def mark(self: Any) -> None:
-            raise AssertionError("nobody asked for the time of a microbatch")
+    def mark(*_: Any) -> None:
+        raise AssertionError("nobody asked for the time of a microbatch")
 
-        return mark
-
-    _replace(steadfast.world.clock.HostClock, "mark", broken)
+    _replace(steadfast.world.clock.HostClock, "mark", mark)
 
 
 def forget_what_loaders_have_read() -> None:
-    def broken(honest: Any) -> Any:
-        def init(self: SpeedBalance, plan: Plan, num_ahead: int, *rest: Any) -> None:
-            honest(self, plan, 0, *rest)
+    def init(honest: Any, self: SpeedBalance, plan: Plan, num_ahead: int, *rest: Any) -> None:
+        honest(self, plan, 0, *rest)
 
-        return init
-
-    _replace(SpeedBalance, "__init__", broken)
+    _replace(SpeedBalance, "__init__", init)
 
 
 def reshare_one_step_later_on_rank_1() -> None:
-    def broken(honest: Any) -> Any:
-        return lambda self, first_step, shares: honest(self, first_step + dist.get_rank(), shares)
+    def change(honest: Any, self: Plan, first_step: int, shares: Shares) -> Any:
+        return honest(self, first_step + dist.get_rank(), shares)
 
-    _replace(Plan, "change", broken)
+    _replace(Plan, "change", change)
 
 
 def add_gradients_as_floats() -> None:
-    _replace(steadfast.parallel.buckets, "FixedPointSum", lambda honest: lambda fixed_point: PlainSum())
+    _replace(steadfast.parallel.buckets, "FixedPointSum", lambda honest, fixed_point: PlainSum())
 
 
 def add_losses_as_floats() -> None:
     for module in (steadfast.step.stepper, steadfast.loop.validate):
-        _replace(module, "totals_of", lambda honest: lambda exact: Totals)
+        _replace(module, "totals_of", lambda honest, exact: Totals)
 
 
 def keep_gathered_weights_over_the_update() -> None:
-    def broken(honest: Any) -> Any:
-        return lambda self, _: honest(self, False)
-
-    _replace(FSDPModule, "set_reshard_after_backward", broken)
+    _replace(FSDPModule, "set_reshard_after_backward", lambda honest, self, _: honest(self, False))
 
 
 def take_the_unit_from_the_world() -> None:
-    def broken(honest: Any) -> Any:
-        def add(self: FixedPoint, total: Tensor, gradient: Tensor, first: bool) -> None:
-            if self._scale is None:
-                honest(self, total, gradient.clone(), True)
-                assert self._scale is not None
-                self._scale = self._scale / 8 ** dist.get_world_size()
-            honest(self, total, gradient, first)
+    def add(honest: Any, self: FixedPoint, total: Tensor, gradient: Tensor, first: bool) -> None:
+        if self._scale is None:
+            honest(self, total, gradient.clone(), True)
+            assert self._scale is not None
+            self._scale = self._scale / 8 ** dist.get_world_size()
+        honest(self, total, gradient, first)
 
-        return add
-
-    _replace(FixedPoint, "add", broken)
+    _replace(FixedPoint, "add", add)
 
 
 def begin_with_threads(num_threads: int) -> None:
@@ -205,11 +187,8 @@ def begin_with_threads(num_threads: int) -> None:
 def leave_the_number_of_threads(num_threads: int) -> None:
     """To the environment."""
 
-    def broken(honest: Any) -> Any:
-        def set_numerics(tf32: bool, deterministic: bool, _: int | None) -> None:
-            honest(tf32, deterministic)
-            torch.set_num_threads(num_threads)
+    def set_numerics(honest: Any, tf32: bool, deterministic: bool, _: int | None) -> None:
+        honest(tf32, deterministic)
+        torch.set_num_threads(num_threads)
 
-        return set_numerics
-
-    _replace(steadfast.worker, "set_numerics", broken)
+    _replace(steadfast.worker, "set_numerics", set_numerics)

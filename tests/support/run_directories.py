@@ -57,7 +57,6 @@ def run_at(path: Path, pid: int, *told: events.Event, renewed: float | None = No
 
 
 def write_lines(directory: RunDirectory, lines: Sequence[Line], name: str = STEPS) -> None:
-    """Append lines to a file of a run."""
     with closing(open_stream(directory.store, name)) as stream:
         stream.write(lines)
 

@@ -43,6 +43,14 @@ schedule: {kind: cosine, warmup_steps: 20}
 """
 
 
+# A configuration of a model, without any length.
+MLP = """
+model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
+task: {kind: classification}
+data: {target: 'tests.support.small:Tokens'}
+"""
+
+
 def planned(*overrides: str) -> Config:
     return parse_config(PLANNED, "run.yaml", overrides)
 

@@ -116,8 +116,6 @@ def _imported(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Server:
-    """The server's own process."""
-
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._forks: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, line to the test

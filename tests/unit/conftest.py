@@ -1,5 +1,10 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
+
+from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
 
 pytest.register_assert_rewrite("tests.support.stores")
 
@@ -7,3 +12,9 @@ pytest.register_assert_rewrite("tests.support.stores")
 settings.register_profile("quick", deadline=None, max_examples=30)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("quick")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """The directory of a run in which nothing lies yet."""
+    return RunDirectory(LocalStore(tmp_path))

@@ -29,15 +29,12 @@ def test_the_next_process_is_the_same_one_with_the_same_words_and_knows_of_the_l
     assert len(token) == 32
 
 
-def test_a_new_step_between_two_begins_the_count_anew() -> None:
-    first = Comebacks().after("Ray", 5)
+def test_a_new_step_between_two_begins_the_count_anew_and_a_wish_to_stop_stays() -> None:
+    first = Comebacks().after("Ray", 5, stopping=True)
     assert first.after("Ray", 5).restarts_without_progress == 2
     assert first.after("Ray", 6).restarts_without_progress == 1
     assert first.after("Ray", 6).token == first.token
-
-
-def test_one_that_is_to_stop_still_is_when_it_comes_back_once_more() -> None:
-    assert Comebacks().after("Ray", 5, stopping=True).after("Ray", 5).stopping
+    assert first.after("Ray", 5).stopping
 
 
 def test_one_that_has_come_back_too_often_says_what_has_died_and_what_to_do() -> None:

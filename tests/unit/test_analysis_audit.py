@@ -156,6 +156,8 @@ def test_a_run_is_proved_in_the_order_that_it_has(tmp_path: Path, order: str) ->
 
 def test_the_code_of_an_order_that_is_not_there_is_named(tmp_path: Path) -> None:
     written = Written(tmp_path, with_order("sequential"))
+    with pytest.raises(Exception, match="has no steps yet"):
+        written.audit()
     written.attempt(1, 1, LAST)
     written.config = parse_config(with_order("{target: 'gone_away:order'}"))
     with pytest.raises(ConfigError, match=r"data\.order\.target: .*no module gone_away"):
@@ -231,18 +233,21 @@ def test_an_extended_run_uses_each_sample_once_too(run: Written) -> None:
     assert run.audit() == PROOF | longer | {"unconfirmed": 2}
 
 
-def test_samples_left_out_behind_a_short_step_are_noticed(run: Written) -> None:
-    """As they were before runs wrote down where they had ended: step 14 began where it would after a whole step."""
-    run.extend(4)
+@pytest.mark.parametrize(
+    ("is_extended", "said"),
+    [
+        # As they were before runs wrote down where they had ended: step 14 began where it would after a whole step.
+        (True, "step 14: expected samples_digest .* samples were lost"),
+        (False, "step 13: expected num_samples 13, found 9"),  # nothing tells of the short step
+    ],
+)
+def test_samples_left_out_behind_a_short_step_are_noticed(run: Written, is_extended: bool, said: str) -> None:
+    if is_extended:
+        run.extend(4)
+    else:
+        run.config = parse_config(RUN, overrides=["run.epochs=4"])
     run.attempt(4, 14, 17, ends=())
-    with pytest.raises(CounterExample, match=r"step 14: expected samples_digest .* samples were lost"):
-        run.audit()
-
-
-def test_a_short_step_that_nothing_tells_of_is_noticed(run: Written) -> None:
-    run.config = parse_config(RUN, overrides=["run.epochs=4"])
-    run.attempt(4, 14, 17)
-    with pytest.raises(CounterExample, match="step 13: expected num_samples 13, found 9"):
+    with pytest.raises(CounterExample, match=said):
         run.audit()
 
 
@@ -278,7 +283,7 @@ def test_a_ledger_in_pieces_is_the_same(run: Written, monkeypatch: pytest.Monkey
         run.audit()
 
 
-def test_the_command_prints_the_numbers(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_numbers_or_a_counter_example(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "audit", run.uri).out.splitlines() == [
         f"proved: {run.uri}",
         "steps     1 to 13, each once; 3 lines redone by a later attempt",
@@ -287,11 +292,7 @@ def test_the_command_prints_the_numbers(run: Written, capsys: pytest.CaptureFixt
         "digests   14 compared, all as planned; 1 step whose record was lost with a worker",
         "left out  1 step of 13 samples, by rollbacks",
     ]
-    assert main(0.0, ["audit", run.uri, "--json"]) == 0
-    check_document("`audit`", json.loads(capsys.readouterr().out))
-
-
-def test_the_command_tells_the_counter_example(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    check_document("`audit`", json.loads(printed(capsys, "audit", run.uri, "--json").out))
     run.rewrite(remove(2))
     assert "error: step 3: expected a line, found step 4" in printed(capsys, "audit", run.uri, code=1).err
     found = json.loads(printed(capsys, "audit", run.uri, "--json", code=1).out)
@@ -329,11 +330,6 @@ def test_without_the_dataset_its_length_will_do(run: Written, capsys: pytest.Cap
     assert main(0.0, ["audit", run.uri]) == 2
     assert "If the data are not available here, give the length of the dataset: --samples N" in capsys.readouterr().err
     assert json.loads(printed(capsys, "audit", run.uri, "--samples", "61", "--json").out)["steps"] == 13
-
-
-def test_a_run_without_steps_is_told(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="has no steps yet"):
-        Written(tmp_path).audit()
 
 
 MIXTURE = """

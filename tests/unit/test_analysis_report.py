@@ -64,12 +64,17 @@ def test_what_an_interruption_cost(directory: RunDirectory) -> None:
     assert spent["re-forming"] + spent["restore"] == failure.back_s
 
 
-def test_a_rank_is_shown_with_what_a_step_cost_it_beside_the_others(directory: RunDirectory) -> None:
+def test_ranks_are_drawn_by_node_with_what_a_step_cost_each_beside_the_others(directory: RunDirectory) -> None:
     one, other = Course.read(directory).ranks()
     assert (one.attempt, one.rank, one.node, one.gpu, one.own_ms, one.last) == (1, 0, HOSTILE, HOSTILE, 10.0, 3 / 8)
     # A third as often as it was told of three times as many steps.
     assert (other.node, other.gpu, other.own_ms, other.last) == ("alpha", "NVIDIA H200", 15.0, 5 / 8)
     assert other.of_median == pytest.approx(15 / 12.5)
+    drawing = figures.worlds(Course.read(directory))
+    assert [*drawing.legend] == ["alpha", HOSTILE, "workers"]
+    drawn = drawing.plot.renderers[0].data_source.data
+    assert list(drawn["top"]) == [1, 2, 1, 2]
+    assert list(drawn["left"]) == [0.0, 0.0, 10.0, 14.0]  # from the first step on, without the start
 
 
 def test_an_interruption_that_is_not_over_is_on_the_page(directory: RunDirectory) -> None:
@@ -98,14 +103,6 @@ def test_the_page_shows_it_and_asks_for_nothing(directory: RunDirectory) -> None
         assert told in page
 
 
-def test_workers_are_drawn_by_node(directory: RunDirectory) -> None:
-    drawing = figures.worlds(Course.read(directory))
-    assert [*drawing.legend] == ["alpha", HOSTILE, "workers"]
-    drawn = drawing.plot.renderers[0].data_source.data
-    assert list(drawn["top"]) == [1, 2, 1, 2]
-    assert list(drawn["left"]) == [0.0, 0.0, 10.0, 14.0]  # from the first step on, without the start
-
-
 def test_command_that_ended_before_its_first_step_has_a_bar(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     for command in range(2):
@@ -121,7 +118,7 @@ def test_command_that_ended_before_its_first_step_has_a_bar(tmp_path: Path, capl
     assert caplog.messages == []  # of Bokeh, about what it cannot draw
 
 
-def test_of_a_long_run_few_points_are_kept() -> None:
+def test_of_a_long_run_few_points_are_kept_with_the_extremes_and_the_means() -> None:
     curve = Curve(most_points=100)
     for step in range(1, 10_001):
         curve.add(step, {"loss": float(step)})
@@ -129,9 +126,6 @@ def test_of_a_long_run_few_points_are_kept() -> None:
     assert curve.steps[-1] > 9_800
     curve.add(5_000, {"loss": 0.0})  # done again
     assert all(step <= 5_000 for step in curve.steps)
-
-
-def test_trace_keeps_the_extremes_of_a_long_run_and_has_its_means() -> None:
     values = [1.0, 3.0] * 5_000
     values[4_321] = 50.0
     trace = Trace.of(range(1, 10_001), values, most_points=100)
@@ -192,13 +186,12 @@ def test_a_report_that_fails_is_a_warning(directory: RunDirectory, monkeypatch: 
     assert len(said) == 2
 
 
-def test_a_run_that_has_not_begun_has_no_report(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing to report"):
-        write_report(RunDirectory(LocalStore(tmp_path)))
-
-
-def test_run_without_a_step_has_empty_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_without_a_step_has_empty_figures_and_one_that_has_not_begun_no_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
+    with pytest.raises(UsageError, match="nothing to report"):
+        write_report(directory)
     directory.record(events.RunStarted(time_s=START_S, launcher="ray"))
     write_report(directory)
     assert (tmp_path / REPORT).exists()

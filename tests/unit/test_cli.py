@@ -101,6 +101,9 @@ def test_version_prints_steadfast_torch_and_ray_in_one_line_or_which_of_them_is_
         ["--config", "ddp.yaml", "run.steps=60", "optimizer.lr=0.5", "-v"],
         ["run.steps=60", "-v", "optimizer.lr=0.5", "--config=ddp.yaml"],
         ["run.steps=60", "-c", "ddp.yaml", "optimizer.lr=0.5"],
+        # As torch.distributed.launch gives the rank.
+        ["--local-rank=0", "-c", "ddp.yaml", "run.steps=60", "optimizer.lr=0.5"],
+        ["--local_rank=0", "-c", "ddp.yaml", "run.steps=60", "optimizer.lr=0.5"],
     ],
 )
 def test_options_and_overrides_come_in_any_order(words: list[str], rest: list[str], trained: list[Config]) -> None:
@@ -126,17 +129,13 @@ def test_a_verb_may_stand_behind_options(words: list[str], monkeypatch: pytest.M
     assert (options.runs, options.workers, options.cluster, options.storage) == (["ddp"], "2:8", "c.yaml", "runs")
 
 
-def test_file_may_be_called_like_a_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[Config]) -> None:
+def test_file_or_run_may_be_called_like_a_verb_and_a_run_like_an_override(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copy(ROOT / "configs" / "ddp.yaml", tmp_path / "doctor")
     monkeypatch.chdir(tmp_path)
     assert main(0.0, ["--config", "doctor"]) == 0
     assert len(trained) == 1
-
-
-def test_a_run_may_be_called_like_a_verb_or_an_override(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
     for run in ("train", "lr=0.1"):
         assert f"no run at {tmp_path / run} or " in printed(capsys, "doctor", run, code=2).err
 
@@ -184,12 +183,6 @@ def test_doctor_without_a_run_takes_overrides(words: list[str], monkeypatch: pyt
     assert main(0.0, ["doctor", *words]) == 0
     assert main(0.0, ["doctor", "--config", "ddp.yaml", *words]) == 0
     assert [config.run.storage for config in checked] == ["/there", "/there"]
-
-
-@pytest.mark.parametrize("word", ["--local-rank=0", "--local_rank=0"])
-def test_the_rank_that_torch_distributed_launch_gives_is_accepted(word: str, trained: list[Config]) -> None:
-    assert main(0.0, [word, "--config", "ddp.yaml", "run.steps=7"]) == 0
-    assert [config.run.steps for config in trained] == [7]
 
 
 @pytest.mark.parametrize("words", [["config"], ["--help"]])
@@ -296,12 +289,13 @@ def test_what_chaos_itself_lacks_is_not_taken_for_a_package(monkeypatch: pytest.
         main(0.0, ["chaos", "--config", "ddp.yaml"])
 
 
-def test_help_and_version_import_neither_torch_nor_ray() -> None:
+def test_help_version_and_reading_a_config_import_neither_torch_nor_ray() -> None:
     """The help of any verb; in one process, since each takes a while to start."""
     asked = ["--version", "--help", *(f"{verb} --help" for verb in VERBS)]
     code = """
 import contextlib, sys
 from steadfast.cli import main
+from steadfast import Config, load_config
 
 for words in sys.argv[1:]:
     with contextlib.suppress(SystemExit):

@@ -88,11 +88,8 @@ def test_a_model_beyond_the_machines_memory_is_refused_in_one_line(capsys: pytes
     assert "model: cannot be built on this machine" in line
 
 
-def test_nothing_speaks_against_a_good_plan() -> None:
+def test_what_a_reviewer_would_ask_about_and_nothing_of_a_good_plan() -> None:
     assert said(mtbf_s=3600.0) == []
-
-
-def test_what_a_reviewer_would_ask_about() -> None:
     assert "only a part of the dataset: 1200 of 1201 samples" in said(num_train=1201)[0]
     assert "warmup_steps 51 is more than half of the run's 100 steps" in said("schedule.warmup_steps=51")[0]
     assert "only 6 of up to 9 workers have work" in said("scaling.num_workers=[2, 9]")[0]

@@ -49,8 +49,8 @@ def gpt() -> nn.Module:
     return build_model(GptConfig(num_layers=3, num_heads=2, embed_dim=8, context_length=8, vocab_size=16, dropout=0.1))
 
 
-def compiled_gpt() -> tuple[nn.Module, CompiledBlocks]:
-    model, compiled = gpt(), CompiledBlocks("blocks")
+def compiled_with(model: nn.Module) -> tuple[nn.Module, CompiledBlocks]:
+    compiled = CompiledBlocks("blocks")
     compiled.take(model)
     return model, compiled
 
@@ -63,10 +63,10 @@ def run(model: nn.Module, compiled: CompiledBlocks, tokens: Tensor = TOKENS, is_
     return loss
 
 
-def test_one_compilation_serves_all_layers_and_later_models_and_computes_the_same(num_graphs: Count) -> None:
+def test_one_compilation_serves_all_layers_and_later_models_and_keeps_none_of_them(num_graphs: Count) -> None:
     expected = run(gpt(), CompiledBlocks("none"))
     assert num_graphs() == 0
-    model, compiled = compiled_gpt()
+    model, compiled = compiled_with(gpt())
     assert list(model.state_dict()) == list(gpt().state_dict())
     assert torch.equal(run(model, compiled), expected)
     assert num_graphs() == 1
@@ -75,6 +75,10 @@ def test_one_compilation_serves_all_layers_and_later_models_and_computes_the_sam
     assert torch.equal(run(other, compiled), expected)
     assert num_graphs() == 1
     assert compiled.news() == []
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_loss_of_a_language_model_is_compiled_with_its_layers_and_computes_the_same(num_graphs: Count) -> None:
@@ -92,17 +96,8 @@ def test_the_loss_of_a_language_model_is_compiled_with_its_layers_and_computes_t
     assert num_graphs() == 1
 
 
-def test_a_model_that_is_given_up_is_freed(num_graphs: Count) -> None:
-    model, compiled = compiled_gpt()
-    run(model, compiled)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
 def test_a_short_microbatch_and_what_runs_outside_of_a_step_is_not_compiled(num_graphs: Count) -> None:
-    model, compiled = compiled_gpt()
+    model, compiled = compiled_with(gpt())
     run(model, compiled, TOKENS[:1], is_full=False)
     with torch.no_grad():
         model.eval()(TOKENS)
@@ -122,8 +117,7 @@ def test_also_a_checkpoint_of_the_models_own_runs_compiled_code_in_the_backward(
                 inputs = torch.utils.checkpoint.checkpoint(layer, inputs, use_reentrant=False)
             return inputs
 
-    model, compiled = Checkpointing(), CompiledBlocks("blocks")
-    compiled.take(model)
+    model, compiled = compiled_with(Checkpointing())
     with compiled.running(is_full=True):
         loss = model(torch.ones(2, 4, requires_grad=True)).sum()
         assert num_graphs() == 1
@@ -133,11 +127,10 @@ def test_also_a_checkpoint_of_the_models_own_runs_compiled_code_in_the_backward(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["full", "selective", 2])
 def test_together_with_activation_checkpointing(num_graphs: Count, how: Any) -> None:
-    plain, compiled = gpt(), CompiledBlocks("blocks")
+    plain, model = gpt(), gpt()
     expected = run(plain, CompiledBlocks("none"))
-    model = gpt()
     checkpoint_activations(model, how)
-    compiled.take(model)
+    model, compiled = compiled_with(model)
     assert torch.equal(run(model, compiled), expected)
     assert num_graphs() >= 1
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -145,7 +138,7 @@ def test_together_with_activation_checkpointing(num_graphs: Count, how: Any) -> 
 
 
 def test_a_copy_computes_with_its_own_layers_and_a_pickled_model_comes_back_plain(num_graphs: Count) -> None:
-    model, compiled = compiled_gpt()
+    model, compiled = compiled_with(gpt())
     other = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
@@ -178,9 +171,8 @@ def gpt2() -> Any:
 def test_the_layers_of_hugging_faces_models_are_compiled_once(build: Callable[[], Any], num_graphs: Count) -> None:
     """Ten of them, more than torch would compile one by one."""
     torch.manual_seed(1)
-    plain, compiled = build().train(), CompiledBlocks("blocks")
-    model = copy.deepcopy(plain)
-    compiled.take(model)
+    plain = build().train()
+    model, compiled = compiled_with(copy.deepcopy(plain))
     losses = []
     for each in (plain, model):
         torch.manual_seed(2)  # of dropout
@@ -209,7 +201,7 @@ def told_of(compiled: CompiledBlocks, kind: type[Event]) -> list[Any]:
 
 
 def test_another_shape_is_told_with_the_condition_that_does_not_hold(num_graphs: Count) -> None:
-    model, compiled = compiled_gpt()
+    model, compiled = compiled_with(gpt())
     run(model, compiled)
     run(model, compiled, TOKENS[:, :4])
     (event,) = told_of(compiled, Recompiled)
@@ -231,8 +223,7 @@ class Breaking(nn.Module):
 
 
 def test_a_graph_break_is_told_once_with_its_place(num_graphs: Count) -> None:
-    model, compiled = nn.Sequential(Breaking(), Breaking()), CompiledBlocks("blocks")
-    compiled.take(model)
+    model, compiled = compiled_with(nn.Sequential(Breaking(), Breaking()))
     for _ in range(2):
         with compiled.running(is_full=True):
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -254,7 +245,7 @@ def no_compiler(forward: Callable[..., Any]) -> Any:
 
 def test_step_without_a_compiler_tells_the_remedy_or_runs_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steadfast.parallel.compiled, "_compile", no_compiler)
-    model, compiled = compiled_gpt()
+    model, compiled = compiled_with(gpt())
     with pytest.raises(TrainingError, match=r"cannot be compiled: .*no C\+\+ compiler; compile=none runs it"):
         run(model, compiled)
     compiled.try_out(lambda: model(TOKENS))

@@ -12,7 +12,6 @@ from steadfast.commands import VERBS
 
 @pytest.fixture(scope="module")
 def script() -> str:
-    """Return the script that the command prints."""
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr("builtins.print", lambda *words, **_: printed.extend(words))

@@ -26,7 +26,6 @@ from steadfast.config import (
     load_config,
     parse_config,
 )
-from steadfast.config.base import Section
 from steadfast.config.load import CONFIGS
 from steadfast.config.schema import RunConfig
 from steadfast.errors import ConfigError
@@ -207,13 +206,8 @@ def test_all_problems_are_told_at_once_from_top_to_bottom() -> None:
     )
     found = problems(text, "optimizer.lr=x", "nonsense")
     assert all(line.startswith(start) for line, start in zip(found, expected, strict=True))
-
-
-def test_every_broken_rule_is_told() -> None:
-    assert len(problems("batch: {global_size: 4}\nmodel: {context_length: 64}")) == 2
-
-
-def test_a_missing_key_is_placed_at_the_section_that_lacks_it() -> None:
+    assert len(problems("batch: {global_size: 4}\nmodel: {context_length: 64}")) == 2  # each broken rule
+    # A missing key is placed at the section that lacks it.
     assert all(line.startswith("override: model.") for line in problems("", "model.kind=mlp"))
 
 
@@ -264,6 +258,7 @@ def test_an_override_of_the_kind_drops_the_former_kinds_keys() -> None:
 def test_an_override_of_the_length_replaces_the_files() -> None:
     assert load_config("ddp.yaml", ["run.epochs=3"]).run.steps is None
     assert load_config("digits.yaml", ["run.steps=300"]).run.epochs is None
+    assert load_config("ddp.yaml", ["run.steps=20"]).schedule.warmup_steps == 50  # which a run may be shorter than
     assert str(load_config("ddp.yaml", ["logging.weights_digest_every=1 epoch"]).weights_digest_every) == "1 epoch"
 
 
@@ -273,11 +268,6 @@ def test_an_extended_run_is_as_long_as_its_steps_have_samples() -> None:
     assert [RunConfig(epochs=epochs).num_steps(55, 13) for epochs in (2, 3, 4)] == [9, 13, 17]
     assert [RunConfig(epochs=epochs).num_steps(55, 13, ends) for epochs in (2, 3, 4)] == [9, 13, 18]
     assert RunConfig(steps=20).num_steps(55, 13, ends) == 20
-
-
-def test_a_run_that_is_shorter_than_its_warmup_loads_as_written() -> None:
-    config = load_config("ddp.yaml", ["run.steps=20"])
-    assert (config.run.steps, config.schedule.warmup_steps) == (20, 50)
 
 
 def test_numbers_without_a_point_and_empty_sections() -> None:
@@ -334,15 +324,6 @@ def test_diff_sorts_changes_into_refused_told_and_free() -> None:
     assert {"model.target", "model.kind", "model.num_layers"} <= kinds
 
 
-def test_every_field_says_what_it_is() -> None:
-    from steadfast.config import faults, schema
-
-    known = [*vars(schema).values(), *vars(faults).values()]
-    sections = [section for section in known if isinstance(section, type) and issubclass(section, Section)]
-    silent = {key for section in sections for key, field in section.model_fields.items() if not field.description}
-    assert silent - set(Config.model_fields) == {"kind"}
-
-
 def test_data_to_validate_on_are_told_apart_as_the_data_themselves_are() -> None:
     text = "data: {target: 'a:b', collate: {target: 'c:d'}, validation: {target: 'e:f'}}"
     config = parse_config(text, "x.yaml")
@@ -353,6 +334,15 @@ def test_data_to_validate_on_are_told_apart_as_the_data_themselves_are() -> None
     config = parse_config("data: {source: '*.txt', validation: {source: '*.md', context_length: 64}}", "x.yaml")
     assert config.data.validation == TextSource(source="*.md", context_length=64)
     assert parse_config(dump_config(config), "x.yaml") == config
+    # Data of one kind have the sizes that the model is trained with.
+    folders = "data: {kind: image_folder, path: a, image_size: 32, validation: {kind: image_folder, path: b}}"
+    assert parse_config(folders, "x.yaml").data.validation == ValidationImages(path="b", image_size=32)
+    texts = "data: {context_length: 64, validation: {source: '*.md'}}"
+    assert parse_config(texts, "x.yaml").data.validation == TextSource(source="*.md", context_length=64)
+    tokens = "data: {kind: tokens, path: a.bin, end_token: 7, validation: {kind: tokens, path: b.bin}}"
+    assert parse_config(tokens, "x.yaml").data.validation.end_token == 7
+    others = "data: {context_length: 64, validation: {kind: huggingface, path: b}}"
+    assert parse_config(others, "x.yaml").data.validation == ValidationHuggingFace(path="b")
 
 
 def test_collate_alone_is_that_of_the_samples_held_out() -> None:
@@ -386,15 +376,6 @@ def test_an_order_is_a_word_or_a_target_and_makes_another_run() -> None:
         "x.yaml:1: data.shuffle: unknown key; data.order=sequential reads samples as the dataset has them, and a "
         "target there in an order of your own"
     ]
-
-
-def test_data_of_one_kind_are_validated_on_at_the_size_that_they_are_trained_at() -> None:
-    folders = "data: {kind: image_folder, path: a, image_size: 32, validation: {kind: image_folder, path: b}}"
-    assert parse_config(folders, "x.yaml").data.validation == ValidationImages(path="b", image_size=32)
-    texts = "data: {context_length: 64, validation: {source: '*.md'}}"
-    assert parse_config(texts, "x.yaml").data.validation == TextSource(source="*.md", context_length=64)
-    others = "data: {context_length: 64, validation: {kind: huggingface, path: b}}"
-    assert parse_config(others, "x.yaml").data.validation == ValidationHuggingFace(path="b")
 
 
 def test_a_section_replaces_the_keys_given_before_it_and_keeps_those_after_it() -> None:

@@ -24,11 +24,6 @@ def test_one_event_is_one_line(line: str, event: events.Event) -> None:
     assert event.line() == line
 
 
-def test_verbose_says_where_the_time_of_a_start_went() -> None:
-    spent = " | detected 0.2, formed 0.9, built 1.2, restored 0.6, first_step 0.2"
-    assert STARTED.verbose_line() == f"attempt 2: {STARTED.line()}{spent}"
-
-
 SUMMARY: dict[str, Any] = {
     "status": "finished",
     "step": 2000,
@@ -58,10 +53,7 @@ def test_result_tells_what_is_known() -> None:
     assert unknown == ["finished    2000 steps, 96.0k samples in 4m", RESULT[1]]
     undisturbed = result({**SUMMARY, "attempts": 1, "lost_steps": 0, "stall_s": 0.0})
     assert undisturbed == [RESULT[0], *RESULT[2:]]
-
-
-def test_a_long_run_tells_its_goodput_and_a_stopped_run_how_it_goes_on() -> None:
-    """In a short run the start alone makes the goodput low."""
+    # In a short run the start alone makes the goodput low.
     told = result({**SUMMARY, "status": "stopped", "wall_s": 700.0})
     assert told[1:3] == ["resume      the same command", "goodput     98.2% | 1 lost step | stalled 4s"]
 
@@ -196,10 +188,12 @@ def test_close_gives_the_terminal_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stdout is before
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_details_are_shown_to_those_alone_who_ask_for_them(verbose: bool) -> None:
-    told = shown(events.RankTimes(step=4, num_steps=4, own_ms=(1.5, 2.0), last=(0, 1)), verbose=verbose)
-    assert ["own time of each rank" in line for line in told] == [True] * verbose
+def test_details_are_shown_to_those_alone_who_ask_for_them() -> None:
+    for verbose in (False, True):
+        told = shown(events.RankTimes(step=4, num_steps=4, own_ms=(1.5, 2.0), last=(0, 1)), verbose=verbose)
+        assert ["own time of each rank" in line for line in told] == [True] * verbose
+    spent = " | detected 0.2, formed 0.9, built 1.2, restored 0.6, first_step 0.2"
+    assert STARTED.verbose_line() == f"attempt 2: {STARTED.line()}{spent}"
 
 
 def test_what_goes_on_is_said_when_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -32,7 +31,6 @@ from steadfast.run.directory import STEPS, Request, RunDirectory
 from steadfast.run.owner import Ownership, read_owner
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
-from steadfast.telemetry.console import Console
 from tests.support.events import attempt_started, event_lines
 
 
@@ -62,13 +60,16 @@ def test_failure_outside_of_the_world_ends_nothing(tmp_path: Path, name: str, ki
     assert [ended.attempt for ended in play(tmp_path, story).directory.events(events.AttemptEnded)] == [1]
 
 
-def test_a_worker_that_was_cut_off_is_not_let_in_and_what_it_finished_alone_does_not_count(tmp_path: Path) -> None:
+def test_a_lost_worker_is_not_let_in_and_what_it_finished_alone_does_not_count(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
         await cut_c_off(worlds)
         await worlds.subject.publish(events.Finished(attempt=1, summary={"step": 9}))
-        assert await worlds.subject.join(Member("c", None, "c")) is Leave.RELEASED
+        worlds.subject.lose("new", "not heard of for 5 s")  # before it came
+        for name in ("c", "new", "new"):
+            assert await worlds.subject.join(Member(name, None, name)) is Leave.RELEASED
 
     worlds = play(tmp_path, story)
+    assert worlds.told() == [("worker", "c", False), ("worker", "new", False)]
     assert worlds.directory.events(events.Finished) == []
     assert not worlds.subject.over
 
@@ -129,22 +130,6 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
     assert ended[0].cause == "corruption"
 
 
-def test_a_machine_that_always_computes_wrongly_ends_the_run_within_its_budget(tmp_path: Path) -> None:
-    async def story(worlds: Worlds) -> None:
-        for _ in range(1000):
-            if worlds.subject.over:
-                break
-            await worlds.form(starts=True, step=7)
-            await find_b_wrong(worlds, "a")
-            await asyncio.sleep(0.05)  # for the ledger to be looked at
-            del worlds.subject._dead["b"]  # another one takes its name
-
-    worlds = play(tmp_path, story, max_failures=3)
-    assert worlds.told() == [("corruption", "b", False)] * 4 + [("corruption", None, True)]
-    *_, fatal = worlds.directory.events(events.Failure)
-    assert fatal.error == "4 failures (corruption) and no step beyond 7; recovery allows 3 in a row"
-
-
 def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(tmp_path: Path) -> None:
     RunDirectory(LocalStore(tmp_path)).record(events.RunStarted(launcher="ray"))
     for kind, node in (("corruption", "bad"), ("worker", "good")):
@@ -154,16 +139,6 @@ def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(t
         assert await worlds.subject.corrupted_nodes() == ["bad"]
 
     play(tmp_path, story)
-
-
-def test_a_newcomer_that_fell_silent_before_it_came_is_sent_away_and_told_of_once(tmp_path: Path) -> None:
-    async def story(worlds: Worlds) -> None:
-        await worlds.form()
-        worlds.subject.lose("new", "not heard of for 5 s")
-        for _ in range(2):
-            assert await worlds.subject.join(Member("new", None, "new")) is Leave.RELEASED
-
-    assert play(tmp_path, story).told() == [("worker", "new", False)]
 
 
 ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"
@@ -277,21 +252,6 @@ async def a_death_that_is_told_after_the_next_world_has_formed(worlds: Worlds) -
     await worlds.subject.failed("b", former)
 
 
-@pytest.mark.parametrize("what", [a_death_before, an_exception_of_another])
-def test_failure_names_rank_process_and_host(tmp_path: Path, what: Callable[[Worlds], Awaitable[None]]) -> None:
-    ranks: tuple[str, ...] = ()
-
-    async def story(worlds: Worlds) -> None:
-        nonlocal ranks
-        await worlds.form()
-        ranks = worlds.subject.membership.world
-        await what(worlds)
-
-    worlds = play(tmp_path, story, silence_s=LONG_S)
-    (line,) = [line for line in event_lines(worlds.directory) if line["event"] == "failure"]
-    assert (line["rank"], line["pid"], line["host"]) == (ranks.index("c"), ord("c"), "host of c")
-
-
 EXPLAINED = {
     a_death_before: [("worker", "c", False)],
     a_death_a_moment_later: [("worker", "c", False)],
@@ -308,29 +268,19 @@ EXPLAINED = {
 def test_survivors_are_not_charged_for_what_has_ended_their_world_and_do_not_wait(
     tmp_path: Path, what: Callable[[Worlds], Awaitable[None]], failures: list[Any], kind: type[Coordinator]
 ) -> None:
+    ranks: tuple[str, ...] = ()
+
     async def story(worlds: Worlds) -> None:
+        nonlocal ranks
         await worlds.form()
+        ranks = worlds.subject.membership.world
         await what(worlds)
 
     worlds = play(tmp_path, story, silence_s=LONG_S, kind=kind)
     assert worlds.told() == failures
     assert not worlds.subject.over
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
-def test_world_that_breaks_while_all_live_is_charged_once_by_error(tmp_path: Path, kind: type[Coordinator]) -> None:
-    async def story(worlds: Worlds) -> None:
-        await worlds.form()
-        assert await worlds.fail("a", "b", "c") == [False] * 3
-
-    worlds = play(tmp_path, story, kind=kind)
-    assert worlds.told() == [("communication", "one of them", False)]
-    (event,) = worlds.directory.events(events.Failure)
-    assert (event.error, event.traceback, event.step) == (ERROR, "Traceback: ...", 7)
-    assert "no socket interface found" in event.line()
-    (ended,) = worlds.directory.events(events.AttemptEnded)
-    assert ended.cause == "communication failed"
+    for event in worlds.directory.events(events.Failure):
+        assert (event.rank, event.pid, event.host) == (ranks.index("c"), ord("c"), "host of c")
 
 
 @pytest.mark.usefixtures("quick")
@@ -339,16 +289,18 @@ def test_two_worlds_without_a_step_end_the_run_with_the_error_and_what_to_do(
     tmp_path: Path, kind: type[Coordinator]
 ) -> None:
     async def story(worlds: Worlds) -> None:
-        await worlds.form()
-        await worlds.fail("a", "b", "c")
-        await worlds.form()
-        assert await worlds.fail("a", "b", "c") == [True] * 3
+        for is_over in (False, True):
+            await worlds.form()
+            assert await worlds.fail("a", "b", "c") == [is_over] * 3
         assert await worlds.subject.join(Member("a", None, "a")) is Leave.RUN_ENDED
 
     worlds = play(tmp_path, story, kind=kind)
     charged = ("communication", "one of them", False)
     assert worlds.told() == [charged, charged, ("communication", None, True)]
-    *_, fatal = worlds.directory.events(events.Failure)
+    first, _, fatal = worlds.directory.events(events.Failure)
+    assert (first.error, first.traceback, first.step) == (ERROR, "Traceback: ...", 7)
+    assert "no socket interface found" in first.line()
+    assert worlds.directory.events(events.AttemptEnded)[0].cause == "communication failed"
     for part in (ERROR, "2 attempts in a row", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG=INFO"):
         assert part in fatal.error
 
@@ -374,8 +326,10 @@ def test_worlds_that_finish_steps_in_between_go_on(tmp_path: Path, dies: bool) -
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("max_failures", [0, 3])
-def test_failures_that_no_death_explains_end_the_run_within_its_budget(tmp_path: Path, max_failures: int) -> None:
+@pytest.mark.parametrize(("max_failures", "is_wrong"), [(0, False), (3, False), (3, True)])
+def test_failures_that_no_death_explains_end_the_run_within_its_budget(
+    tmp_path: Path, max_failures: int, is_wrong: bool
+) -> None:
     """Each world does the same step again, so that it is the budget that ends the run."""
 
     async def story(worlds: Worlds) -> None:
@@ -383,14 +337,20 @@ def test_failures_that_no_death_explains_end_the_run_within_its_budget(tmp_path:
             if worlds.subject.over:
                 break
             await worlds.form(starts=True, step=5)
-            await worlds.fail("a", "b", "c")
+            if is_wrong:
+                await find_b_wrong(worlds, "a")
+                await asyncio.sleep(0.05)  # for the ledger to be looked at
+                del worlds.subject._dead["b"]  # another one takes its name
+            else:
+                await worlds.fail("a", "b", "c")
 
     worlds = play(tmp_path, story, max_failures=max_failures)
-    assert len(worlds.told()) == max_failures + 2  # and the one that tells of the end
+    kind, charged = ("corruption", "b") if is_wrong else ("communication", "one of them")
+    assert worlds.told() == [(kind, charged, False)] * (max_failures + 1) + [(kind, None, True)]
     *_, fatal = worlds.directory.events(events.Failure)
-    failures = f"{max_failures + 1} failures (communication)"
+    failures = f"{max_failures + 1} failures ({kind})"
     assert fatal.budget == f"{failures} and no step beyond 5; recovery allows {max_failures} in a row"
-    assert ERROR in fatal.error
+    assert (fatal.budget if is_wrong else ERROR) in fatal.error
 
 
 async def lose_two(worlds: Worlds, late: bool) -> None:
@@ -419,6 +379,13 @@ def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bo
     assert fatal.kind == "worker"  # not "ours", which would be bad usage before the first step
 
 
+def fit_at(folder: Path, coordinator: Any = None, make: Any = None, stopping: bool = False, cluster: str = "") -> Fit:
+    """Return what a command does with its run, without a command's cluster."""
+    interrupts = Mock(stopping=stopping)
+    directory = RunDirectory(LocalStore(folder))
+    return Fit(make, coordinator, directory, Mock(), interrupts, 2, 2, cluster, only_saves=False)
+
+
 @pytest.mark.parametrize(
     ("kind", "traceback", "step", "code", "says"),
     [
@@ -432,12 +399,9 @@ def test_coordinator_charges_losses_of_one_attempt_once(tmp_path: Path, late: bo
 def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
     tmp_path: Path, kind: str, traceback: str, step: int, code: int, says: str
 ) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
     if step:
-        directory.store.commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
-    nothing = cast(Any, None)
-    fit = Fit(nothing, None, directory, Console(), nothing, 2, 2, "", only_saves=False)
-    error = fit._explained(events.Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
+        LocalStore(tmp_path).commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
+    error = fit_at(tmp_path)._explained(events.Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
     assert (error.exit_code, str(error)) == (code, says)
 
 
@@ -447,8 +411,7 @@ def test_command_ends_with_three_when_its_run_was_stopped(
 ) -> None:
     monkeypatch.setattr(Fit, "_fit", lambda self: None)
     monkeypatch.setattr("steadfast.orchestration.trainer.ray.get", lambda asked, timeout: None)
-    directory = RunDirectory(LocalStore(tmp_path))
-    fit = Fit(Mock(), Mock(), directory, Mock(), Mock(stopping=True), 2, 2, "", only_saves=False)
+    fit = fit_at(tmp_path, Mock(), stopping=True)
     fit._summary = {"status": status} if status else None
     assert fit.result() == code
 
@@ -464,9 +427,7 @@ def test_command_comes_back_if_an_embedded_raylet_has_left_its_cluster_and_still
 
     monkeypatch.setattr(Fit, "_show_events", lambda self: None)
     monkeypatch.setattr(Fit, "_cluster_answers", lambda self: True)
-    nothing = cast(Any, None)
-    interrupts = cast(Any, SimpleNamespace(stopping=False))
-    fit = Fit(refuse, None, RunDirectory(LocalStore(tmp_path)), nothing, interrupts, 2, 2, cluster, only_saves=False)
+    fit = fit_at(tmp_path, make=refuse, cluster=cluster)
     with pytest.raises(raised) if raised else contextlib.nullcontext():
         fit._fit()
     assert isinstance(fit._error, HeadDied)
@@ -475,9 +436,7 @@ def test_command_comes_back_if_an_embedded_raylet_has_left_its_cluster_and_still
 def test_the_signal_that_stops_the_run_is_published_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.orchestration.trainer.ray.wait", lambda asked, timeout: ([], asked))
     coordinator = Mock()
-    interrupts = cast(Any, SimpleNamespace(stopping=True))
-    directory = RunDirectory(LocalStore(tmp_path))
-    fit = Fit(Mock(), coordinator, directory, Mock(), interrupts, 2, 2, "", only_saves=False)
+    fit = fit_at(tmp_path, coordinator, stopping=True)
     fit._say_stopping("SIGTERM to pid 7 on h")
     fit._show_events()
     fit._show_events()
@@ -500,9 +459,16 @@ def test_succeeding_coordinator_charges_losses_of_its_predecessor_once(tmp_path:
     play(tmp_path, second, silence_s=LONG_S, max_failures=2)
 
 
-def test_silence_counts_from_the_first_world_on(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("watched")
+def test_silence_counts_from_the_first_world_on_and_is_measured_on_one_address_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+
     async def story(worlds: Worlds) -> None:
-        port = await worlds.subject.heartbeats.listen("127.0.0.1")
+        port = await worlds.subject.heartbeat_port()
+        listening = [socket.getsockname() for socket in worlds.subject.heartbeats._server.sockets]
+        assert listening == [("127.0.0.1", port)]
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in "abc"]
         for name, (reader, writer) in zip("abc", connections, strict=True):
             secret = await worlds.subject.admit(name)
@@ -542,19 +508,6 @@ def test_refused_attempt_is_tried_again_and_told_once(tmp_path: Path, monkeypatc
     assert [notice.text for notice in worlds.directory.events(events.Notice)] == [
         "no world can form until storage can be written: the disk is gone"
     ]
-
-
-def test_heartbeats_are_taken_on_one_address_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-
-    async def story(worlds: Worlds) -> None:
-        port = await worlds.subject.heartbeat_port()
-        server = worlds.subject.heartbeats._server
-        assert [socket.getsockname() for socket in server.sockets] == [("127.0.0.1", port)]
-        server.close()
-        worlds.subject.heartbeats._watching.cancel()
-
-    play(tmp_path, story)
 
 
 def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
@@ -773,30 +726,22 @@ def newcomer(name: str) -> Member:
     return Member(name, None, name, store=(f"host of {name}", 1))
 
 
-def test_a_worker_that_waits_for_a_world_occupies_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_waits_occupies_no_call_and_is_told_its_one_place_however_often_it_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     RunDirectory(LocalStore(tmp_path)).record(events.ShortStep(step=13, position=165))
 
     async def story(worlds: Worlds) -> None:
         answers = Answers(worlds, monkeypatch)
-        for name in "abc":
-            await worlds.subject.ask(newcomer(name), 0)  # returns before there is a world
-        places = await answers.take(3)
-        store = (f"host of {worlds.subject.membership.world[0]}", 1)
-        for rank, name in enumerate(worlds.subject.membership.world):
-            amendments = worlds.directory.amendments()
-            assert amendments.ends == (End(13, 165),)
-            assert places[name] == WorldAssignment(rank, 3, 1, store, amendments)
-
-    play(tmp_path, story)
-
-
-def test_worker_that_asks_again_is_told_its_one_place_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(worlds: Worlds) -> None:
-        answers = Answers(worlds, monkeypatch)
-        # Ray repeats a call, and so does a worker that comes to another coordinator.
+        # Ray repeats a call, and so does a worker that comes to another coordinator. Each call returns before there is
+        # a world.
         for name in "aabbcc":
             await worlds.subject.ask(newcomer(name), 0)
         first = await answers.take(3)
+        world, amendments = worlds.subject.membership.world, worlds.directory.amendments()
+        assert amendments.ends == (End(13, 165),)
+        store = (f"host of {world[0]}", 1)
+        assert first == {name: WorldAssignment(rank, 3, 1, store, amendments) for rank, name in enumerate(world)}
         await worlds.subject.ask(newcomer("b"), 0)
         assert await answers.take(1) == {"b": first["b"]}
         assert worlds.subject.membership._waiting == {}  # it still trains
@@ -807,26 +752,22 @@ def test_worker_that_asks_again_is_told_its_one_place_again(tmp_path: Path, monk
     play(tmp_path, story)
 
 
-def test_a_worker_that_asks_once_the_run_is_over_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_worker_waits_for_a_coordinator_that_gives_up_or_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     async def story(worlds: Worlds) -> None:
         answers = Answers(worlds, monkeypatch)
         await worlds.subject.ask(newcomer("a"), 0)
         await asyncio.sleep(0.05)
-        worlds.subject.give_up("no more")
+        if fails:
+            fault = Mock(side_effect=ZeroDivisionError("a fault"))
+            monkeypatch.setattr(worlds.subject.membership, "join", fault)
+        else:
+            worlds.subject.give_up("no more")
         await worlds.subject.ask(newcomer("b"), 0)
         assert await answers.take(2) == {"a": Leave.RUN_ENDED, "b": Leave.RUN_ENDED}
 
-    play(tmp_path, story)
-
-
-def test_error_of_the_coordinator_leaves_no_worker_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(worlds: Worlds) -> None:
-        answers = Answers(worlds, monkeypatch)
-        monkeypatch.setattr(worlds.subject.membership, "join", Mock(side_effect=ZeroDivisionError("a fault")))
-        await worlds.subject.ask(newcomer("a"), 0)
-        assert await answers.take(1) == {"a": Leave.RUN_ENDED}
-
-    worlds = play(tmp_path, story)
-    (failure,) = worlds.directory.events(events.Failure)
+    (failure,) = play(tmp_path, story).directory.events(events.Failure)
     assert failure.fatal
-    assert "ZeroDivisionError: a fault" in failure.error
+    assert ("ZeroDivisionError: a fault" if fails else "no more") in failure.error

@@ -17,8 +17,6 @@ BATCH: Any = {"x": torch.ones(2, 3), "y": (torch.arange(2), "text")}
 
 
 class FakeStream:
-    """Writes down what is done on it, and with it."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name = name
         self._log = log
@@ -29,7 +27,6 @@ class FakeStream:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens on streams, in order."""
     lines: list[str] = []
     current = [FakeStream("computing", lines)]
 

@@ -113,7 +113,6 @@ class Stream(torch.utils.data.IterableDataset[int]):
 
 
 def test_a_stream_is_refused_by_its_name() -> None:
-    with pytest.raises(
-        DataError, match=r"a Stream, an IterableDataset: .* `steadfast index .* or return a map-style dataset"
-    ):
+    command = "`steadfast index --config FILE --out FOLDER"
+    with pytest.raises(DataError, match=f"a Stream, an IterableDataset: .* {command}.* or return a map-style dataset"):
         build_dataset(TargetData(target="tests.unit.test_datasets:Stream"))

@@ -105,14 +105,18 @@ def test_the_numbers_are_those_of_a_plain_construction(name: str) -> None:
         assert tensor.requires_grad == expected[tensor_name].requires_grad
 
 
-def test_attributes_have_their_numbers_at_once() -> None:
+def test_attributes_have_their_numbers_at_once_and_the_generator_is_left_as_it_was() -> None:
     torch.manual_seed(3)
     plain: Any = Odd()
     torch.manual_seed(3)
-    model: Any = build_without_memory(Odd)[0]
-    assert model.rates == plain.rates
-    assert model.attributes[0].tolist() == [0, 2, 4]
-    assert torch.equal(model.attributes[1]["noise"], plain.attributes[1]["noise"])
+    state = torch.get_rng_state()
+    model, values = build_without_memory(Odd)
+    found: Any = model
+    values.fill({"first.bias": torch.empty(4)})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.rates == plain.rates
+    assert found.attributes[0].tolist() == [0, 2, 4]
+    assert torch.equal(found.attributes[1]["noise"], plain.attributes[1]["noise"])
 
 
 def test_a_mark_on_a_parameter_stays() -> None:
@@ -124,13 +128,6 @@ def test_a_mark_on_a_parameter_stays() -> None:
     model, _ = build_without_memory(build)
     assert vars(model.bias) == {"no_decay": True}
     assert vars(model.weight) == {}
-
-
-def test_the_generator_is_left_as_it_was() -> None:
-    state = torch.get_rng_state()
-    _, values = build_without_memory(Odd)
-    values.fill({"first.bias": torch.empty(4)})
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 class Largest(TorchDispatchMode):

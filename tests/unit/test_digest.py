@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from steadfast.injection.flips import flip_bit
@@ -25,41 +23,26 @@ def some(size: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype)
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    dtype=st.sampled_from(DTYPES),
-    size=st.integers(1, 300),
-    chunk=st.sampled_from([7, 64, 1 << 20]),
-    element=st.integers(0, 10**6),
-    bit=st.integers(0, 63),
-    seed=st.integers(0, 2**32),
-)
-def test_a_flipped_bit_changes_it(dtype: torch.dtype, size: int, chunk: int, element: int, bit: int, seed: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_CHUNK", chunk)
-        module._weights.cache_clear()
-        tensor = some(size, dtype, seed)
-        before = of(tensor)
-        assert of(tensor.clone()) == before
-        flip_bit(tensor, element, bit)
-        assert of(tensor) != before
-        flip_bit(tensor, element, bit)
-        assert of(tensor) == before
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [3, 1 << 20])
+def test_every_bit_of_a_tensor_has_a_digest_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK", chunk)
     module._weights.cache_clear()
-
-
-def test_every_bit_of_a_tensor_has_a_digest_of_its_own() -> None:
     assert bool((module._weights(torch.device("cpu")) % 2).all()), "a difference in one word must not vanish"
-    for dtype in DTYPES:
-        tensor = some(16, dtype, seed=1)
-        width = 8 * tensor.element_size()
-        found = {of(tensor)}
-        for element in range(16):
-            for bit in range(width):
-                flip_bit(tensor, element, bit)
-                found.add(of(tensor))
-                flip_bit(tensor, element, bit)
-        assert len(found) == 1 + 16 * width
+    tensor = some(7, dtype, seed=1)
+    width = 8 * tensor.element_size()
+    before = of(tensor)
+    found = {before}
+    for element in range(7):
+        for bit in range(width):
+            flip_bit(tensor, element, bit)
+            found.add(of(tensor))
+            flip_bit(tensor, element, bit)
+    assert len(found) == 1 + 7 * width
+    assert of(tensor.clone()) == before
+    module._weights.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -1,5 +1,6 @@
 """Documents in one file of tokens: losses are those of each document alone."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from steadfast.config import GptConfig, TaskConfig, parse_config
+from steadfast.config import GptConfig, TaskConfig
 from steadfast.data.datasets import TokensDataset, positions_in_documents
 from steadfast.models import build_model
 from steadfast.parallel.blocks import stop_caching
@@ -79,8 +80,10 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(tmp_path: Path, buil
     torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-8)
 
 
-def test_without_an_end_token_the_file_is_one_text(tmp_path: Path) -> None:
-    written(tmp_path / "tokens.bin")
+def test_without_an_end_token_the_file_is_one_text_and_pickles_keep_the_token(tmp_path: Path) -> None:
+    documents = pickle.loads(pickle.dumps(written(tmp_path / "tokens.bin")))
+    assert documents.counts_vary
+    assert documents[1][0].keys() == {"input_ids", "position_ids"}
     dataset = TokensDataset(str(tmp_path / "tokens.bin"), "uint16", CONTEXT)
     inputs, targets = dataset[0]
     assert not dataset.counts_vary
@@ -90,17 +93,3 @@ def test_without_an_end_token_the_file_is_one_text(tmp_path: Path) -> None:
 def test_positions_begin_anew_after_each_end() -> None:
     ends = torch.tensor([[0, 0, 1, 0, 0], [1, 1, 0, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
     assert positions_in_documents(ends).tolist() == [[0, 1, 2, 0, 1], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-
-
-def test_validation_takes_the_end_token_of_the_training_data() -> None:
-    config = parse_config("data: {kind: tokens, path: a.bin, end_token: 7, validation: {kind: tokens, path: b.bin}}")
-    assert config.data.validation.end_token == 7
-
-
-def test_a_dataset_of_documents_is_pickled_with_its_end_token(tmp_path: Path) -> None:
-    import pickle
-
-    dataset = pickle.loads(pickle.dumps(written(tmp_path / "tokens.bin")))
-    assert dataset.counts_vary
-    inputs, _ = dataset[1]
-    assert inputs.keys() == {"input_ids", "position_ids"}

@@ -11,14 +11,14 @@ import torch
 from steadfast.telemetry.environment import environment
 
 
-def test_environment_is_plain_json_and_survives_outside_a_repository(tmp_path: Path) -> None:
+def test_environment_is_plain_json_and_survives_outside_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = json.loads(json.dumps(environment(tmp_path)))
     assert seen["git"] is None
     assert torch.__version__.startswith(seen["torch"].split("+")[0])
     assert seen["num_cpus"] >= 1
 
-
-def test_environment_is_known_where_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "ray":
             raise PackageNotFoundError(name)
@@ -26,7 +26,7 @@ def test_environment_is_known_where_ray_is_not_installed(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("steadfast.telemetry.environment.version", version)
     seen = environment(tmp_path)
-    assert (seen["torch"], seen["ray"]) == ("1.0", None)
+    assert (seen["torch"], seen["ray"]) == ("1.0", None)  # where Ray is not installed
 
 
 def test_environment_knows_a_changed_working_tree(tmp_path: Path) -> None:

@@ -19,13 +19,8 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.json_tables import check_document
+from tests.support.small import MLP
 from tests.support.verbs import printed
-
-MLP = """
-model: {kind: mlp, in_features: 4, hidden: [3], out_features: 2}
-task: {kind: classification}
-data: {target: 'tests.support.small:Tokens'}
-"""
 
 
 @pytest.fixture
@@ -80,11 +75,6 @@ def test_torchs_own_loader_reads_a_folder_of_dcp(run: Path, model: nn.Module) ->
     assert command("export", run, "--out", out, "--format", "dcp") == 2
 
 
-def test_a_step_may_be_chosen(run: Path) -> None:
-    assert command("export", run, "--step", 5, "--out", run / "five.pt") == 0
-    assert float(torch.load(run / "five.pt")["0.weight"][0, 0]) == 5.0
-
-
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -116,11 +106,15 @@ def test_a_model_of_code_that_the_run_names_is_not_built_unless_it_is_told_to(
     assert "returned a int, not a torch.nn.Module" in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_left(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_refused_and_another_step_may_be_chosen(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage(run)
     assert command("export", run, "--out", run / "weights.pt") == 1
     assert "step 9 is damaged: checkpoints/step-00000009/rank-0 has other contents" in capsys.readouterr().err
     assert not [*run.glob("*weights*")]
+    assert command("export", run, "--step", 5, "--out", run / "five.pt") == 0
+    assert float(torch.load(run / "five.pt")["0.weight"][0, 0]) == 5.0
 
 
 def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,18 +41,16 @@ def test_the_collectives_of_gloo_are_read_once() -> None:
     assert recorder.take() == ""
 
 
-def test_the_size_is_told_to_torch_unless_the_environment_has_one(environment: pytest.MonkeyPatch) -> None:
-    FlightRecorder(300, "cpu")
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "300"
-    environment.delenv("TORCH_FR_BUFFER_SIZE")
+def test_the_size_is_told_to_torch_unless_the_environment_has_one(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    for size in (0, 300):
+        recorder = FlightRecorder(size, "cpu")
+        assert os.environ.pop("TORCH_FR_BUFFER_SIZE") == str(size)
+        assert size or read(recorder) == ""  # a size of zero reads nothing
     environment.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "50")
     FlightRecorder(300, "cpu")
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
-
-
-def test_a_size_of_zero_reads_nothing() -> None:
-    assert read(FlightRecorder(0, "cpu")) == ""
-    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "0"
 
 
 def test_on_a_gpu_it_is_the_record_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,11 +126,15 @@ def sharded(mesh: DeviceMesh, offloads: bool = True) -> nn.Module:
     return model
 
 
-def test_shards_are_kept_on_the_host_and_buffers_on_the_device(mesh: DeviceMesh) -> None:
+def test_shards_are_kept_on_the_host_and_gathered_on_the_device_where_buffers_are(mesh: DeviceMesh) -> None:
     model = sharded(mesh)
     assert {local(param).device for param in model.parameters()} == {HOST}
     assert {buffer.device for buffer in model.buffers()} == {GPU}
     assert {local(param).device for param in sharded(mesh, offloads=False).parameters()} == {GPU}
+    with Collectives() as collectives:
+        whole = unsharded(next(model.parameters()))
+    assert set(collectives.seen) == {GPU}
+    assert whole.shape == (4, 3)
 
 
 def test_the_norm_is_summed_on_the_device_and_the_update_is_made_on_the_host(mesh: DeviceMesh) -> None:
@@ -152,14 +156,6 @@ def test_the_norm_is_summed_on_the_device_and_the_update_is_made_on_the_host(mes
     assert norms.shape == (4,)
     assert {local(param.grad).device for param in model.parameters() if param.grad is not None} == {HOST}
     assert {local(tensor).device for tensor in flatten(state).values()} == {HOST}
-
-
-def test_a_whole_tensor_is_gathered_on_the_device(mesh: DeviceMesh) -> None:
-    weight = next(sharded(mesh).parameters())
-    with Collectives() as collectives:
-        whole = unsharded(weight)
-    assert set(collectives.seen) == {GPU}
-    assert whole.shape == (4, 3)
 
 
 def test_weights_from_a_file_and_shards_of_the_last_world_stay_on_the_host(ranks: dist.ProcessGroup) -> None:
@@ -296,7 +292,6 @@ class Layered(nn.Module):
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The inputs of all gathers so far."""
     return inputs_of(monkeypatch, "all_gather_single")
 
 

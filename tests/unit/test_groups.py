@@ -12,13 +12,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from steadfast.world import groups
 from steadfast.world.communicator import NcclCommunicator
 from steadfast.world.groups import Groups, PeerLost, WorldRank, is_peer_loss, serve_store
 from steadfast.world.timeouts import Timeouts
 from tests.support.command import ROOT
+from tests.support.like_nccl import Named
 
 SOON_S = 10.0
 
@@ -180,18 +180,10 @@ def test_a_rank_whose_gpu_has_failed_says_so_before_it_waits_for_peers(monkeypat
     assert not dist.is_initialized()
 
 
-class Broken(dist.ProcessGroup):
+class Broken(Named):
     """Raises at its end, as NCCL does in an error state, unless it was aborted before."""
 
     calls: ClassVar[list[str]] = []
-
-    @property
-    def pg_name(self) -> str:
-        return str(_world.pg_names[self])
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self.pg_name
 
     def abort(self) -> None:
         self.calls.append("abort")
@@ -257,6 +249,11 @@ def test_the_short_time_out_is_for_an_abort_alone() -> None:
     assert calls == ["5 s", "abort"]
 
 
+class Failed(FakeGroup):
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+
+
 class Connecting(NcclCommunicator):
     """Its first collectives complete if its peers are there."""
 
@@ -297,28 +294,21 @@ def test_a_communicator_connects_by_collectives_of_the_sizes_that_steps_use() ->
 
 
 @pytest.mark.parametrize(
-    ("limit_s", "is_aborted", "message"),
+    ("group", "limit_s", "is_aborted", "message"),
     [
-        (0.05, False, "NCCL's first collectives took longer than 0.05 s"),
-        (100.0, True, "the world was aborted while NCCL connected"),
+        (FakeGroup(), 0.05, False, "NCCL's first collectives took longer than 0.05 s"),
+        (FakeGroup(), 100.0, True, "the world was aborted while NCCL connected"),
+        (Failed(), SOON_S, False, "NCCL error: remote process exited or there was a network error"),
     ],
 )
-def test_first_collectives_that_never_end_are_aborted(limit_s: float, is_aborted: bool, message: str) -> None:
+def test_first_collectives_that_never_end_or_fail_are_aborted(
+    group: FakeGroup, limit_s: float, is_aborted: bool, message: str
+) -> None:
     aborted = threading.Event()
     if is_aborted:
         aborted.set()
-    communicator = Connecting(FakeGroup(), alive=False)
+    communicator = Connecting(group, alive=False)
     assert connect(communicator, limit_s, aborted) == [message]
-    assert communicator.num_aborts == 1
-
-
-def test_a_communicator_whose_first_launch_raises_is_aborted() -> None:
-    class Failed(FakeGroup):
-        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
-            raise dist.DistBackendError("NCCL error: remote process exited or there was a network error")
-
-    communicator = Connecting(Failed(), alive=True)
-    assert len(connect(communicator, SOON_S, threading.Event())) == 1
     assert communicator.num_aborts == 1
 
 

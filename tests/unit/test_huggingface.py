@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 
-from steadfast.config import HuggingFaceData, Target, ValidationHuggingFace
+from steadfast.config import HuggingFaceData, ValidationHuggingFace
 from steadfast.data.datasets import build_dataset
 from steadfast.data.loader import Loader
 from steadfast.data.order import SampleOrder
@@ -47,19 +47,6 @@ def test_mappings_go_through_the_loader_with_another_split_to_validate_on(saved:
     assert fetched.batch["tokens"].shape == (8, 2)
     assert torch.equal(fetched.batch["tokens"][:, 0], fetched.batch["label"])
     assert loader.num_validation == 3
-
-
-def padded(samples: list[Any]) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence([sample["tokens"] for sample in samples], batch_first=True)
-
-
-def test_ragged_rows_are_padded_by_a_function_of_ones_own(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"tokens": [[1] * length for length in range(1, 9)]}).save_to_disk(tmp_path / "ragged")
-    collate = Target(target="tests.unit.test_huggingface:padded")
-    config = HuggingFaceData(path=str(tmp_path / "ragged"), collate=collate)
-    loader = Loader(build_dataset(config), SampleOrder(8, 0.0, 1), config, CPU)
-    (fetched,) = loader.steps(microbatches(0, 8))
-    assert sorted(fetched.batch.sum(1).tolist()) == list(range(1, 9))
 
 
 def test_a_folder_of_files_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

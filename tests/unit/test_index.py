@@ -77,14 +77,9 @@ def test_samples_come_back_with_their_types(
     for place, sample in enumerate(Stream()):
         if place % 100 == 0 or place == 2499:
             check_equal(dataset[place], sample)
-
-
-def test_tuples_come_back_as_tuples() -> None:
-    assert index("pairs", "--out", "shards") == 0
-    inputs, label = read("shards")[7]
-    assert inputs.tolist() == [7.0, 7.0, 7.0]
-    assert inputs.dtype == np.float32
-    assert label == 7
+    assert index("pairs", "--out", "tuples") == 0
+    inputs, label = read("tuples")[7]
+    assert (inputs.tolist(), inputs.dtype, label) == ([7.0, 7.0, 7.0], np.float32, 7)
 
 
 def failing(samples: Iterable[Any], after: int) -> Iterator[Any]:
@@ -147,8 +142,3 @@ def test_other_kinds_and_existing_folders_are_refused(tmp_path: Path, capsys: py
     assert "already exists" in capsys.readouterr().err
     assert index("Stream") == 2
     assert "--out FOLDER is missing" in capsys.readouterr().err
-
-
-def test_the_refusal_of_a_stream_names_the_command() -> None:
-    with pytest.raises(DataError, match="steadfast index --config FILE --out FOLDER"):
-        build_dataset(parse_config(f"data: {{target: '{HERE}:Stream'}}").data)

@@ -20,11 +20,12 @@ from steadfast.injection.inject import Faults, InjectedFault
 from steadfast.injection.probes import Probes, build_probes
 from steadfast.plan import Microbatch
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import Event, FaultInjected
+from steadfast.run.events import FaultInjected
 from steadfast.storage import LocalStore
 from steadfast.tasks import Sums
 from steadfast.world.progress import Progress
 from steadfast.world.runtime import Signals, World
+from tests.support.events import Published
 
 MODEL = nn.Identity()
 NUM_MICROBATCHES = 2
@@ -40,16 +41,11 @@ class SumTask:
         return Sums(model(torch.ones(1)).sum(), 1)
 
 
-class Events(list[Event]):
-    def publish(self, event: Event) -> None:
-        self.append(event)
-
-
-def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1, told: Events | None = None) -> Probes:
+def faults(directory: Path, *wanted: dict[str, Any], rank: int = 1, told: Published | None = None) -> Probes:
     """Faults as a step meets them: around its batches, its task, its signals and its message."""
     config = parse_config(yaml.safe_dump({"faults": {"inject": list(wanted)}}))
     world = World(rank, 3, attempt=1, groups=cast(Any, None))
-    runtime = cast(Any, Events() if told is None else told)
+    runtime = cast(Any, Published() if told is None else told)
     return build_probes(
         Faults(config.faults.inject, RunDirectory(LocalStore(directory)), world, runtime), Balance(), Progress()
     )
@@ -73,6 +69,7 @@ def begin(faults: Probes, step: int) -> None:
 def test_an_exception_strikes_at_its_step_and_rank_and_once_in_the_run(
     tmp_path: Path, kind: str, error: type[Exception]
 ) -> None:
+    faults(tmp_path, {"kind": kind, "step": 1, "rank": 1}).task(OnesTask()).loss(MODEL, ())  # a rehearsal is no step
     wanted = {"kind": kind, "step": 7, "rank": 1}
     with pytest.raises(error, match="step 7"):
         losses(faults(tmp_path, wanted))
@@ -93,14 +90,13 @@ def test_it_may_strike_a_number_of_times_or_every_time(tmp_path: Path) -> None:
         assert struck == expected
 
 
-def test_a_rehearsal_is_no_step(tmp_path: Path) -> None:
-    faults(tmp_path, {"kind": "fail_at", "step": 1, "rank": 1}).task(OnesTask()).loss(MODEL, ())
-
-
 def test_loss_and_gradient_of_all_of_a_steps_microbatches_are_spoilt_and_of_no_others(tmp_path: Path) -> None:
-    spoilt = faults(tmp_path, {"kind": "nan_at", "step": 3, "rank": 1}, {"kind": "spike_at", "step": 5, "rank": 1})
+    told, kinds = Published(), {3: "nan_at", 5: "spike_at"}
+    spoilt = faults(tmp_path, *({"kind": kind, "step": step, "rank": 1} for step, kind in kinds.items()), told=told)
     one, nan, spike = ([value] * NUM_MICROBATCHES for value in (1.0, math.nan, 1000.0))
     assert str(losses(spoilt)) == str([one, one, nan, one, spike, one, one, one, one])
+    struck = [FaultInjected(attempt=1, kind=kind, phase="forward", step=step, rank=1) for step, kind in kinds.items()]
+    assert told == struck
     assert losses(spoilt, first=5, last=5) == [one]
 
 
@@ -173,12 +169,6 @@ def test_where_nothing_is_wanted_nothing_is_put_around(tmp_path: Path) -> None:
     assert batches.gi_code is Progress.fetching.__code__  # the watchdog's marks are all that is left around them
     none.enter("checkpoint")
     assert not (tmp_path / "faults").exists()
-
-
-def test_what_strikes_is_told(tmp_path: Path) -> None:
-    told = Events()
-    losses(faults(tmp_path, {"kind": "nan_at", "step": 3, "rank": 1}, told=told))
-    assert told == [FaultInjected(attempt=1, kind="nan_at", phase="forward", step=3, rank=1)]
 
 
 def flipped(

@@ -56,15 +56,6 @@ def test_ray_internals_are_in_one_module() -> None:
     assert using == {APP / "orchestration" / "internals"}
 
 
-def test_reading_a_config_imports_neither_torch_nor_ray() -> None:
-    code = (
-        "import sys, steadfast.cli; from steadfast import Config, load_config; "
-        "print([name for name in ('torch', 'ray') if name in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], cwd=APP.parent, capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"
-
-
 def names_of_test_files(package: Path) -> set[str]:
     """Return the names that a test file may have: a module with as many of its packages as make the name unique."""
     counts: Counter[str] = Counter()
@@ -96,9 +87,6 @@ def misnamed(folder: Path, names: set[str]) -> list[str]:
 def test_every_unit_test_file_is_named_after_what_it_tests() -> None:
     wrong = misnamed(UNIT, names_of_test_files(APP) | ABOUT_MORE.keys())
     assert not wrong, "\n".join(wrong)
-
-
-def test_every_exception_is_a_file_and_needed() -> None:
     assert all((UNIT / f"{name}.py").exists() for name in ABOUT_MORE)
     assert not ABOUT_MORE.keys() & names_of_test_files(APP)
 

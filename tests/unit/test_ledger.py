@@ -27,10 +27,8 @@ def test_past_losses_are_those_that_hold_in_the_order_of_steps(tmp_path: Path) -
     losses = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 2.5), (3, None), (4, float("nan")), (5, 5.0), (6, 6.0)]
     write_ledger(store, ({"step": step, "loss": loss} for step, loss in losses))
     assert past_losses(store, 5) == PastLosses([1.0, 2.5, 5.0], [1.0, 2.5, 5.0])
-
-
-def test_of_a_long_ledger_the_first_and_the_last_losses_are_read(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+    (tmp_path / "long").mkdir()
+    store = LocalStore(tmp_path / "long")  # of which the first and the last ones are read
     write_ledger(store, ({"step": step, "loss": float(step)} for step in range(1, 20_001)))
     past = past_losses(store, 19_990)
     assert past.first[:32] == [float(step) for step in range(1, 33)]
@@ -66,12 +64,10 @@ def test_shares_that_no_run_has_written_are_not_read(written: object) -> None:
     assert read_shares({"shares": [4, 4, 3]}) == [4, 4, 3]  # of an earlier release
 
 
-def test_a_line_of_a_large_world_with_equal_shares_is_short(tmp_path: Path) -> None:
-    committed(tmp_path, (8,) * 10_000)
-    assert (tmp_path / STEPS).stat().st_size <= 500
-
-
 def test_the_last_step_is_found_however_long_its_line_is(tmp_path: Path) -> None:
+    (tmp_path / "equal").mkdir()
+    committed(tmp_path / "equal", (8,) * 10_000)
+    assert (tmp_path / "equal" / STEPS).stat().st_size <= 500
     directory = committed(tmp_path, (8, 9) * 10_000, num_steps=3)
     assert (tmp_path / STEPS).stat().st_size > 3 * 40_000
     assert directory.last_step() == 3
@@ -91,20 +87,16 @@ def test_only_whole_lines_are_among_the_last(tmp_path: Path) -> None:
     assert len(last_lines(store, STEPS)) == 100
 
 
-def test_skipped_steps_are_those_of_all_rollbacks(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
-    assert directory.amendments().skip == frozenset()
+def test_amendments_are_those_of_all_rollbacks_and_extensions_once_each(
+    directory: RunDirectory,
+) -> None:
+    assert (directory.amendments().skip, directory.amendments().ends) == (frozenset(), ())
     directory.record(Rollback(steps=(41,), cause="loss nan"))
     directory.record(Checkpoint(step=5, path="step-5", seconds=0.1, blocked_s=0.0, bytes=1))
     directory.record(Rollback(steps=(40, 42), cause="loss nan"))
-    assert directory.amendments().skip == {40, 41, 42}
-
-
-def test_ends_are_those_of_all_extensions_once_each(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
-    assert directory.amendments().ends == ()
     for step, position in ((18, 220), (13, 165), (18, 220)):
         directory.record(ShortStep(step=step, position=position))
+    assert directory.amendments().skip == {40, 41, 42}
     assert directory.amendments().ends == (End(13, 165), End(18, 220))
 
 
@@ -207,8 +199,7 @@ def stalls(lines: list[dict[str, Any]], starts_s: list[float]) -> float:
     return stall_s
 
 
-def test_a_command_lasts_to_the_last_that_is_known_of_it(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
+def test_a_command_lasts_to_the_last_that_is_known_of_it(directory: RunDirectory) -> None:
     directory.record(RunStarted(time_s=100.0, launcher="ray"))
     directory.record(Rollback(time_s=130.0, steps=(41,), cause="loss nan"))
     directory.record(RunStarted(time_s=200.0, launcher="ray"))

@@ -132,22 +132,13 @@ def test_optimizers_that_would_train_differently_are_refused_by_name(sentence: s
         (Annealed, "uses global_step of the trainer"),
         (Silent, "must give the loss"),
         (Alternating, "a step uses batch_idx"),
+        (lambda: Losses().eval(), "logs first_loss, second_loss: call the loss"),
     ],
 )
-def test_a_step_that_needs_the_trainer_or_gives_no_loss_is_refused(kind: Any, sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        ModuleTask().loss(kind(), (torch.zeros(3, 4),))
-
-
-def test_a_validation_with_several_losses_is_refused() -> None:
-    with torch.no_grad(), pytest.raises(UsageError, match="logs first_loss, second_loss: call the loss"):
-        ModuleTask().loss(Losses().eval(), (torch.zeros(3, 4),))
-
-
-def test_the_group_has_a_rate_of_its_own() -> None:
-    module = Module()
-    optimizer = torch.optim.SGD([{"params": list(module.parameters()), "lr": 0.01}], lr=0.1)
-    assert _settings_of(module, optimizer)[2] == 0.01
+def test_a_step_that_needs_the_trainer_or_gives_no_loss_or_several_is_refused(kind: Any, sentence: str) -> None:
+    module = kind()
+    with torch.set_grad_enabled(module.training), pytest.raises(UsageError, match=sentence):
+        ModuleTask().loss(module, (torch.zeros(3, 4),))
 
 
 def test_a_step_leaves_the_module_as_it_was() -> None:
@@ -168,6 +159,8 @@ def test_the_optimizer_keeps_its_settings() -> None:
     made = kind(nn.Linear(2, 2).parameters(), lr=0.5, **settings)
     assert made.param_groups[0]["betas"] == (0.8, 0.9)
     assert made.param_groups[0]["weight_decay"] == 0.3
+    with_a_rate_of_its_own = torch.optim.SGD([{"params": list(module.parameters()), "lr": 0.01}], lr=0.1)
+    assert _settings_of(module, with_a_rate_of_its_own)[2] == 0.01
 
 
 SCHEDULERS: dict[str, Any] = {

@@ -89,9 +89,13 @@ def test_a_site_whose_name_leads_to_this_machine_is_refused(server: LiveServer, 
     assert ask(server, f"/?token={server.token}", Host=host).status == status
 
 
-def test_the_server_listens_on_the_loopback_alone(server: LiveServer) -> None:
+def test_the_server_listens_on_the_loopback_alone_and_says_which_port_it_cannot_have(server: LiveServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert server.url == f"http://127.0.0.1:{server.server_port}/?token={server.token}"
+    with pytest.raises(UsageError, match=f"--port {server.server_port}: .*choose another port"):
+        LiveServer(server.feed, server.server_port)
+    with pytest.raises(UsageError, match="--port 70000"):
+        LiveServer(server.feed, 70000)
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_allows_no_other_script(server: LiveServer) -> None:
@@ -205,10 +209,3 @@ def test_a_run_without_a_coordinator_shows_no_button_and_refuses_a_kill(
     with pytest.raises(RunConflict, match=said):
         feed.kill(0)
     assert not pop_mark(directory.store)
-
-
-def test_a_port_that_is_taken_is_one_message(server: LiveServer) -> None:
-    with pytest.raises(UsageError, match=f"--port {server.server_port}: .*choose another port"):
-        LiveServer(server.feed, server.server_port)
-    with pytest.raises(UsageError, match="--port 70000"):
-        LiveServer(server.feed, 70000)
