@@ -19,15 +19,7 @@ from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import (
-    AttemptEnded,
-    AttemptStarted,
-    Checkpoint,
-    Failure,
-    Notice,
-    RunStarted,
-    Scale,
-)
+from steadfast.run.events import AttemptEnded, AttemptStarted, Checkpoint, Failure, Notice, RunStarted, Scale
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.events import LOG, changed, event_lines
@@ -188,7 +180,7 @@ def test_a_world_of_which_nobody_was_told_before_the_coordinator_died_does_not_c
     assert play(tmp_path, story).told("failure") == []
 
 
-def test_while_all_others_train_nobody_is_taken_for_dead(tmp_path: Path) -> None:
+def test_while_all_others_train_nobody_is_taken_for_dead_and_if_none_comes_back_newcomers_begin(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
@@ -198,6 +190,9 @@ def test_while_all_others_train_nobody_is_taken_for_dead(tmp_path: Path) -> None
         assert not slots.done()
         assert await line.come_back("c") == [True]
         assert await slots == 3
+        await line.die()
+        await line.form("d", "e", "f")
+        assert {place.attempt for place in line.places.values()} == {2}
 
     assert play(tmp_path, story).told("failure") == []
 
@@ -218,16 +213,6 @@ def test_a_world_that_formed_as_the_coordinator_died_forms_again(tmp_path: Path)
         assert {answer.attempt for answer in answers if not isinstance(answer, Leave)} == {3}
 
     assert play(tmp_path, story).told("failure") == []
-
-
-def test_nobody_comes_back_so_newcomers_begin(tmp_path: Path) -> None:
-    async def story(line: Line) -> None:
-        await line.form("c", "b", "a")
-        await line.die()
-        await line.form("d", "e", "f")
-        assert {place.attempt for place in line.places.values()} == {2}
-
-    play(tmp_path, story)
 
 
 def test_bounds_budgets_failures_and_numbers_of_events_are_kept(tmp_path: Path) -> None:

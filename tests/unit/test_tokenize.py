@@ -73,6 +73,8 @@ def test_documents_of_each_format_are_written_in_order(
     assert np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist() == expected(tokenizer, PAGES[:10])
     assert "data: {kind: tokens, path: tokens.bin, dtype: uint16, end_token: 0}" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.parquet", "c.txt", "tokens.bin"}
+    assert run(tmp_path / "none.txt", "--tokenizer", tokenizer, "--out", "other.bin") == 2
+    assert "none.txt cannot be read" in capsys.readouterr().err
 
 
 def test_the_same_command_goes_on_after_an_interruption(
@@ -139,6 +141,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         ("a.jsonl", b"\n", [], "there is no text"),
         ("a.txt", b"x", ["--end-token", "<none>"], "the tokenizer has no such token"),
         ("a.txt", b"x", ["--tokenizer", "no.json"], "--tokenizer no.json: cannot be read"),
+        ("a.txt", b"x", ["--out", "a.txt"], "already exists"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -156,15 +159,6 @@ def test_bad_input_is_one_line(
     assert said.count("\n") == 1
     assert re.search(sentence, said)
     assert not (tmp_path / "tokens.bin").exists()
+    assert (tmp_path / name).read_bytes() == content, "nothing is overwritten"
     if sentence == "there is no text":
         assert not list(tmp_path.glob("tokens.bin*"))
-
-
-def test_nothing_is_overwritten(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "tokens.bin").write_text("kept")
-    file = write(tmp_path / "a.txt", PAGES[:1])
-    assert run(file, "--tokenizer", tokenizer, "--out", "tokens.bin") == 2
-    assert "already exists" in capsys.readouterr().err
-    assert (tmp_path / "tokens.bin").read_text() == "kept"
-    assert run(tmp_path / "none.txt", "--tokenizer", tokenizer, "--out", "other.bin") == 2
-    assert "none.txt cannot be read" in capsys.readouterr().err
