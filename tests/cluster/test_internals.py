@@ -26,7 +26,7 @@ from steadfast.orchestration.internals import (
 from steadfast.orchestration.internals.slots import NoBarrier, find_incompatibility
 
 
-def test_ray_sets_its_sigterm_handlers_through_a_function_that_can_be_replaced(
+def test_ray_sets_its_sigterm_handlers_by_a_function_that_can_be_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(utils, "set_sigterm_handler", utils.set_sigterm_handler)  # put back after the test
@@ -68,9 +68,7 @@ def test_what_slots_override_is_where_it_was_and_a_call_that_would_wait_for_all_
         barrier.broadcast_from_rank_zero.remote()
 
 
-def test_what_ray_writes_down_of_a_cluster_of_own_machines_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ray_notes_of_a_cluster_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray keeps what it knows of such clusters
     (tmp_path / "ray").mkdir()
     assert current_cluster() is None

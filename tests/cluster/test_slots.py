@@ -59,7 +59,7 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(o
     assert running.history.num_lost == restored["lost_steps"]
 
 
-def test_survivors_of_a_sharded_world_keep_running_and_take_the_newest_of_copies_and_checkpoints(
+def test_survivors_of_a_sharded_world_keep_running_and_take_the_newest_copy_or_checkpoint(
     on_head: Commands,
 ) -> None:
     words = ("parallel.kind=fsdp", "checkpoint.every=20 steps", "logging.every_steps=20")

@@ -125,12 +125,6 @@ def test_a_loss_below_a_thousandth_of_the_first_losses_is_no_spike() -> None:
     assert alarms(losses) == [1_951]
 
 
-def test_a_resumed_run_knows_how_its_losses_were_at_first() -> None:
-    learnt = [LAST_BIT] * 64
-    assert Numerics(RecoveryConfig(), frozenset(), PastLosses([6.24] * 32, learnt)).judge(agreed(65, 1.9e-7)) is None
-    assert isinstance(Numerics(RecoveryConfig(), frozenset(), past(learnt)).judge(agreed(65, 1.9e-7)), Rollback)
-
-
 def test_what_is_not_finite_is_rolled_back_from_the_first_step_on() -> None:
     numerics = Numerics(RecoveryConfig(), frozenset(), PastLosses())
     assert numerics.judge(agreed(1, 2.0)) is None
@@ -146,12 +140,15 @@ def test_a_step_in_which_everything_is_masked_is_no_fault_and_hides_none(past_lo
     assert isinstance(numerics.judge(agreed(66, 9.1)), Rollback)
 
 
-def test_what_was_before_the_attempt_counts() -> None:
+def test_what_was_before_the_attempt_counts_also_the_losses_of_the_first_steps() -> None:
     assert Numerics(RecoveryConfig(), frozenset(), past([2.3] * 64)).judge(agreed(65, 9.1)) == Rollback(
         (65,), "loss 9.1 against a median of 2.3 at step 65"
     )
     assert Numerics(RecoveryConfig(), frozenset(), PastLosses()).judge(agreed(65, 9.1)) is None
     assert Numerics(RecoveryConfig(spike=None), frozenset(), past([2.3] * 64)).judge(agreed(65, 9.1)) is None
+    learnt = [LAST_BIT] * 64
+    assert Numerics(RecoveryConfig(), frozenset(), PastLosses([6.24] * 32, learnt)).judge(agreed(65, 1.9e-7)) is None
+    assert isinstance(Numerics(RecoveryConfig(), frozenset(), past(learnt)).judge(agreed(65, 1.9e-7)), Rollback)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +161,7 @@ def test_what_was_before_the_attempt_counts() -> None:
         (3, {1, 2}, (3,)),
     ],
 )
-def test_the_step_before_those_that_are_left_out_is_a_suspect(
-    step: int, skip: set[int], expected: tuple[int, ...]
-) -> None:
+def test_the_step_before_those_left_out_is_a_suspect(step: int, skip: set[int], expected: tuple[int, ...]) -> None:
     assert steps_to_skip(step, frozenset(skip)) == expected
 
 

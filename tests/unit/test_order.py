@@ -58,9 +58,7 @@ def test_permutation_looks_random_and_opens_a_trillion_samples_at_once() -> None
 
 
 @given(st.integers(2, 400), st.floats(0.0, 0.9), SEEDS, st.integers(0, 3))
-def test_each_epoch_and_validation_partition_the_samples(
-    num_samples: int, fraction: float, seed: int, epoch: int
-) -> None:
+def test_epochs_and_validation_partition_the_samples(num_samples: int, fraction: float, seed: int, epoch: int) -> None:
     order = SampleOrder(num_samples, fraction, seed)
     train = order.train(epoch * order.num_train + np.arange(order.num_train))
     held_out: Iterable[int] = order.validation(np.arange(order.num_validation)) if order.num_validation else []

@@ -107,9 +107,7 @@ def test_the_steps_of_an_extended_run_are_a_partition_of_the_stream(course: tupl
 
 
 @given(courses(), st.data())
-def test_what_a_run_has_done_stays_what_it_is_when_it_is_extended(
-    course: tuple[Plan, list[int]], data: st.DataObject
-) -> None:
+def test_what_a_run_has_done_stays_when_it_is_extended(course: tuple[Plan, list[int]], data: st.DataObject) -> None:
     """Whichever checkpoint it goes on from: the steps up to an end are those of the run that ended there."""
     plan, stops = course
     stop = data.draw(st.sampled_from(stops))
@@ -256,9 +254,7 @@ def test_shares_cover_the_grid_and_do_not_change_under_what_has_been_read() -> N
 
 
 @given(plans(), st.integers(1, 30), st.integers(0, 40), st.frozensets(st.integers(1, 40)))
-def test_no_loader_has_read_a_step_that_is_called_unread(
-    plan: Plan, step: int, num_ahead: int, skip: frozenset[int]
-) -> None:
+def test_no_loader_has_read_an_unread_step(plan: Plan, step: int, num_ahead: int, skip: frozenset[int]) -> None:
     """And the one that is farthest ahead has read the step before, or would with its next microbatch."""
     plan = replace(plan, shard_size=1, skip=skip - {step})
     read = []

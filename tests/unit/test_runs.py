@@ -44,9 +44,7 @@ def runs(place: Path, *words: str) -> int:
     return main(0.0, ["runs", "--storage", str(place), *words])
 
 
-def test_list_has_step_loss_date_and_size_of_each_run_the_newest_first(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_has_step_loss_date_and_size_of_runs_newest_first(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs(place) == 0
     _, *lines, total = capsys.readouterr().out.splitlines()
     new, old = (re.split("  +", line.strip()) for line in lines)
@@ -97,9 +95,7 @@ def test_links_of_a_run_are_deleted_and_not_followed_and_files_that_no_run_write
         ("", "--delete takes the name of a run"),
     ],
 )
-def test_what_is_no_run_of_the_storage_is_refused(
-    place: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_run_there_is_refused(place: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "link").symlink_to(place / "old")
     before = sorted(place.rglob("*"))
     assert runs(place, "--delete", name, "--yes") == 2

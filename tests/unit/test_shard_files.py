@@ -93,12 +93,12 @@ def test_blocks_are_row_groups_or_runs_of_samples(tmp_path: Path) -> None:
     assert shards(tmp_path / "rows", "parquet").blocks.tolist() == [*range(0, 700, 100)]
     write_shards(tmp_path / "lines", "jsonl")
     assert shards(tmp_path / "lines", "jsonl").blocks.tolist() == [0, 256, 512, 600]
+    with pytest.raises(DataError, match="the dataset has no blocks"):
+        build_order(parse_config("data: {kind: text, order: blocks}").data, Extent(10), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_opens_the_shards_of_its_samples_alone(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_opens_only_shards_of_its_samples(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whichever step a run resumes, it opens no more shards than its samples lie in, and reads each block once."""
     write_shards(tmp_path / "data", kind, tuple(range(0, 701, 50)))
     data = parse_config(f"data: {{kind: {kind}, path: {tmp_path}/data}}").data
@@ -342,8 +342,3 @@ def test_an_epoch_in_blocks_reads_few_blocks_at_a_time_and_is_another_each_time(
     assert len(np.unique(ids[:1600] // 100)) == 16
     assert not np.array_equal(ids[:100_000], ids[100_000:])
     assert np.abs(np.diff(ids[:1600])).mean() > 1000
-
-
-def test_blocks_need_a_dataset_that_has_some(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the dataset has no blocks"):
-        build_order(parse_config("data: {kind: text, order: blocks}").data, Extent(10), 1)

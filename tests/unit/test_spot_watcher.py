@@ -72,7 +72,10 @@ def cloud(name: str, host: str) -> Ask:
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-def test_no_notice_then_a_notice_with_its_deadline(service: MetadataService, name: str) -> None:
+def test_no_notice_then_a_notice_with_its_deadline(
+    service: MetadataService, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which is not asked
     ask = cloud(name, service.host)
     assert ask() is None
     service.items.update(NOTICES[name])
@@ -234,11 +237,6 @@ def test_the_name_of_an_azure_machine_may_fail_too(service: MetadataService, wro
     assert len(drained) == 1
 
 
-def test_a_proxy_of_the_environment_is_not_asked(service: MetadataService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert cloud("gcp", service.host)() is None
-
-
 @pytest.mark.parametrize(("service", "name"), [([each], each) for each in CLOUDS], indirect=["service"])
 def test_the_cloud_that_answers_is_the_one_that_is_asked_from_then_on(service: MetadataService, name: str) -> None:
     ask = FirstToAnswer({each: cloud(each, service.host) for each in CLOUDS})
@@ -307,12 +305,9 @@ def test_refusals_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("Ray drains the node until 30.0" in message for message in told) == 1
 
 
-def test_a_drain_without_ray_names_its_reason() -> None:
+def test_a_drain_without_ray_names_its_reason_and_lasts_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="not-a-host"):
         spot_watcher.drain_in_child(at(NOW_S), address="not-a-host", node_ip="")
-
-
-def test_a_head_that_does_not_answer_holds_the_watcher_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spot_watcher, "DRAIN_TIMEOUT_S", 0.3)  # Ray's client takes 40 s
     with pytest.raises(subprocess.TimeoutExpired):
         spot_watcher.drain_in_child(at(NOW_S), address="127.0.0.1:1", node_ip="")

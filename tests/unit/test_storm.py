@@ -139,19 +139,16 @@ def test_a_claim_that_does_not_hold_is_told(change: dict[str, Any], sentence: st
     assert told.startswith("steadfast, Poisson, mean 15 s: ")
 
 
-def test_the_table_has_each_figure_or_a_reason() -> None:
+def test_the_table_has_each_figure_or_a_reason_and_the_page_a_line_for_each_contender() -> None:
     lines = table([GOOD, replace(GOOD, contender="torchft", wall_s=None, note="torchft is not installed")]).splitlines()
     assert lines[0].split() == ["storm", "contender", *COLUMNS]
     assert lines[2].split()[:2] == ["torchft", "-"]
     assert "torchft, Poisson, mean 15 s: torchft is not installed" in lines
     assert "step_overhead -: measured without faults only" in lines
-
-
-def test_the_page_draws_a_line_for_each_contender_and_a_tick_for_each_fault() -> None:
     facts = {"seed": 1, "machine": "2 cores", "versions": {"torch": "2.13.0"}}
     found = page([GOOD, replace(GOOD, contender="torchrun", strikes=[])], facts)
     assert found.count("<polyline") == 2
-    assert found.count("<title>steadfast: ") == 2
+    assert found.count("<title>steadfast: ") == 2, "a tick for each fault"
     assert "2 cores; torch 2.13.0; seed 1" in found
 
 

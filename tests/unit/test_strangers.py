@@ -159,9 +159,7 @@ NUMBERS: list[Any] = [NAN, float("inf"), 1e300, -1e18, 10**400, 10**30, -5, None
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
-def test_times_and_counts_that_cannot_be_end_no_verb(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
-) -> None:
+def test_impossible_numbers_end_no_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any) -> None:
     folder = tmp_path / "run"
     run_at(folder, os.getpid(), started(), FIRST)
     first = {**FIRST.to_line(), "attempt": 2, "time_s": NOW_S}

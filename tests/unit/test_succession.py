@@ -111,9 +111,7 @@ async def soon(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
-def test_workers_that_come_back_go_on_in_their_world_and_nobody_is_told_anything(
-    tmp_path: Path, kind: type[Coordinator]
-) -> None:
+def test_workers_that_come_back_go_on_in_their_world_untold(tmp_path: Path, kind: type[Coordinator]) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
@@ -289,9 +287,7 @@ def test_events_that_the_driver_has_shown_are_forgotten(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_storage_that_hangs_does_not_keep_the_coordinator_from_answering(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_answers_while_storage_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
 
     def hang(*_: object) -> Any:

@@ -99,9 +99,7 @@ def test_a_users_package_called_app_is_loaded_and_without_one_it_is_the_former_n
 
 
 @pytest.mark.parametrize("target", ["steadfast.net:build", "steadfast.models:build"])
-def test_a_users_package_of_the_name_of_ours_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_a_package_called_steadfast_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as without:
         load_target(target)

@@ -61,9 +61,7 @@ def expected(tokenizer: Path, documents: list[str]) -> list[int]:
     return found
 
 
-def test_documents_of_each_format_are_written_in_order(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_formats_are_written_in_order(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [
         write(tmp_path / "a.jsonl", PAGES[:5]),
         write(tmp_path / "b.parquet", PAGES[5:9]),
@@ -77,9 +75,7 @@ def test_documents_of_each_format_are_written_in_order(
     assert "none.txt cannot be read" in capsys.readouterr().err
 
 
-def test_the_same_command_goes_on_after_an_interruption(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_command_goes_on(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write(tmp_path / "a.jsonl", PAGES[:20]), write(tmp_path / "b.jsonl", PAGES[20:30])]
     monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 1)
     monkeypatch.setattr(tokenize, "_PROGRESS_S", -1.0)

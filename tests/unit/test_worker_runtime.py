@@ -74,9 +74,7 @@ def test_a_working_directory_that_a_dying_node_has_deleted_is_not_asked_for(
     assert Runtime.told == []
 
 
-def test_whatever_a_worker_raises_before_it_trains_is_told_and_ends_it_alone(
-    trained: list[str], tmp_path: Path
-) -> None:
+def test_what_a_worker_raises_before_it_trains_is_told_and_ends_it_alone(trained: list[str], tmp_path: Path) -> None:
     def refuse() -> None:
         raise OSError("the disk is gone")
 

@@ -73,9 +73,7 @@ def test_training_goes_on_and_the_newest_of_those_that_wait_wins() -> None:
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cuda", 0)])
-def test_room_is_made_for_both_buffers_where_memory_is_pinned(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device | None
-) -> None:
+def test_pinned_memory_has_room_for_both_buffers(monkeypatch: pytest.MonkeyPatch, device: torch.device | None) -> None:
     pinned: list[tuple[str, torch.device, int]] = []
 
     def pin(memory: torch.Tensor, device: torch.device) -> None:
