@@ -18,6 +18,7 @@ from steadfast.world.runtime import World
 
 State = dict[str, Any]  # of tensors, and of more of the same
 
+ROWS = Shard("w", torch.ones(2, 3), (4, 3), (0, 0))  # two of four
 STATE: State = {
     "model": {
         "weight": torch.arange(35, dtype=torch.float32).view(7, 5),
@@ -119,16 +120,20 @@ def test_one_part_is_read_whole_by_its_own_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("stored", "target", "said"),
     [
-        (Shard("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
-        (Shard("w", torch.zeros(2), (3,), (0,)), r"w is \[2\] there, \[3\] here"),
-        (Shard("h", torch.zeros(2, 3), (4, 3), (1, 0)), "lacks 3 of the numbers of h"),
+        (Shard("w", torch.ones(2), (2,), (0,)), Shard("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
+        (
+            Shard("w", torch.ones(2), (2,), (0,)),
+            Shard("w", torch.zeros(2), (3,), (0,)),
+            r"w is \[2\] there, \[3\] here",
+        ),
+        (ROWS, Shard("w", torch.zeros(2, 3), (4, 3), (1, 0)), "lacks 3 of the numbers of w"),
     ],
 )
-def test_another_model_or_a_hole_is_told(target: Shard, said: str) -> None:
+def test_another_model_or_a_hole_is_told(stored: Shard, target: Shard, said: str) -> None:
     store = MemoryStore()
-    store.files["f"] = staged([Shard("w", torch.ones(2), (2,), (0,)), Shard("h", torch.ones(2, 3), (4, 3), (0, 0))])
+    store.files["f"] = staged([stored])
     with pytest.raises(StorageError, match=said):
         load_shards(reads_of(store, ["f"]), [target])
 

@@ -101,8 +101,10 @@ def test_a_line_that_every_group_has_written_is_one_step_and_without_the_last_on
     tmp_path: Path,
 ) -> None:
     ledger = lines((1, 10.0, 1, 2), (1, 10.1, 1, 2), (2, 11.0, 1, 2), (2, 11.1, 1, 2))
-    outcome = storm_run(tmp_path, ledger)._outcome(poisson(15.0, 4), began_s=5.0)
+    run = storm_run(tmp_path, ledger)
+    outcome = run._outcome(poisson(15.0, 2), began_s=5.0)
     assert (outcome.executed_steps, outcome.wasted_steps, outcome.mean_step_time_s) == (2, 0, 1.0)
+    outcome = run._outcome(poisson(15.0, 4), began_s=5.0)
     assert (outcome.ettr, outcome.wall_s, outcome.note) == (None, None, "stopped at step 2")
     assert "stopped at step 2" in table([outcome])
 

@@ -43,7 +43,7 @@ class Storage:
 
 
 def shards(value: float) -> list[Shard]:
-    return [Shard("w", torch.full((3,), value), (3,), (0,))]
+    return [Shard("w", torch.full((3,), float(value)), (3,), (0,))]
 
 
 def put(writer: Writer, storage: Storage, *steps: int) -> None:
