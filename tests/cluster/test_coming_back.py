@@ -9,7 +9,7 @@ from tests.support.checks import check_stopped
 from tests.support.command import FOR_EVER, Commands, Running, descendants
 from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_ray_is_gone
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 def kill(running: Running, title: str) -> int:
@@ -20,7 +20,6 @@ def kill(running: Running, title: str) -> int:
     return last
 
 
-@pytest.mark.timeout(240)
 def test_the_coordinator_is_killed_and_the_world_trains_on(on_head: Commands) -> None:
     words = ("parallel.kind=fsdp", "checkpoint.every=20 steps", "scaling.num_workers=[1,2]")
     running = on_head().start(FOR_EVER, *words)
@@ -45,7 +44,6 @@ def test_the_coordinator_is_killed_and_the_world_trains_on(on_head: Commands) ->
     assert "the coordinator has died: another one has taken its place" in running.output_path.read_text()
 
 
-@pytest.mark.timeout(240)
 def test_the_controller_is_killed_and_the_command_starts_another_one(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "checkpoint.every=10 steps", "scaling.num_workers=[1,2]")
     running.wait_for_event("checkpoint", timeout_s=150)

@@ -19,9 +19,7 @@ from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone, wait
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("agents_too", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_after_sigkill_of_the_driver_no_process_and_no_shared_memory_is_left(
-    command: Commands, agents_too: bool
-) -> None:
+def test_after_sigkill_of_the_driver_no_process_or_shared_memory_is_left(command: Commands, agents_too: bool) -> None:
     before = set(SHARED_MEMORY.iterdir())
     running = command().start(FOR_EVER)
     running.wait_for_step(20)

@@ -31,9 +31,7 @@ def test_workers_see_the_commands_variables_and_nothing_keeps_a_secret(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_workers_of_an_embedded_ray_see_them_too(
-    command: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_embedded_ray_see_them(command: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = command()
     task = f"task={{target: tests.examples.environment:Seen, args: {{folder: {tmp_path}/seen, names: {NAMES}}}}}"
     words = ("cluster.env={TOKEN: null, THREADS: 2}", "cluster.pip=einops", "scaling.num_workers=1")

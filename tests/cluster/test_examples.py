@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, default_collate
 
 import tests.examples.operators  # noqa: F401 - before torchvision
@@ -25,7 +25,7 @@ from tests.support.programs import run_program
 
 from torchvision import models  # isort: skip
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 def lose_a_worker(command: Command, num_steps: int, by_hand: Callable[[int], float], *overrides: str) -> None:
@@ -54,7 +54,6 @@ def check_export(
         assert torch.equal(logits(plain.eval()(batch)), logits(same.eval()(batch)))
 
 
-@pytest.mark.timeout(240)
 def test_a_resnet_with_its_own_validation_set_and_metrics(on_head: Commands) -> None:
     command = on_head("resnet", config="resnet.yaml")
     lose_a_worker(command, 16, resnet_by_hand, "schedule.every_steps=6")
@@ -64,7 +63,6 @@ def test_a_resnet_with_its_own_validation_set_and_metrics(on_head: Commands) -> 
     check_export(command, models.resnet18(num_classes=10), models.resnet18(num_classes=10), images, lambda out: out)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_mingpt_with_its_own_loss(on_head: Commands) -> None:
     command = on_head("mingpt", config="mingpt.yaml")
@@ -88,7 +86,8 @@ def resnet_by_hand(num_steps: int) -> float:
     scheduler = StepLR(optimizer, step_size=6, gamma=0.3)
     for images, labels in _batches(vision.Digits("train"), num_steps):
         _accumulate(model, images, labels, 32, _image_loss)
-        _update(optimizer, scheduler)
+        optimizer.step()
+        scheduler.step()
     return _validate(model, vision.Digits("validation", augment=False), _image_loss)
 
 
@@ -101,7 +100,8 @@ def mingpt_by_hand(num_steps: int) -> float:
     for tokens, targets in _batches(mingpt.Characters("train"), num_steps):
         _accumulate(model, tokens, targets, 16, _character_loss)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        _update(optimizer, scheduler)
+        optimizer.step()
+        scheduler.step()
     return _validate(model, mingpt.Characters("validation"), _character_loss)
 
 
@@ -144,11 +144,6 @@ def _accumulate(model: nn.Module, inputs: Tensor, targets: Tensor, size: int, me
     for part, answers in zip(inputs.split(size), targets.split(size), strict=True):
         loss = mean_loss(model, part, answers) * (len(part) / len(inputs))
         loss.backward()
-
-
-def _update(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    optimizer.step()
-    scheduler.step()
 
 
 @torch.no_grad()

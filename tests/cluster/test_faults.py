@@ -9,6 +9,8 @@ from tests.support.bed import Bed
 from tests.support.checks import check_finished, check_identical, check_ledger, differences, summary_of
 from tests.support.command import STANDALONE, Commands
 
+pytestmark = pytest.mark.timeout(300)
+
 STEPS, STEP = 60, 20
 WORDS = [f"run.steps={STEPS}", "run.deterministic=true", "checkpoint.every=1000 minutes"]
 CHECKED = 'recompute.every="10 steps"'
@@ -52,7 +54,6 @@ def test_it_is_replaced_on_another_node_and_the_others_go_on_to_the_same_bits(co
     check_identical(running.directory, running.directory.parent / "undisturbed")
 
 
-@pytest.mark.timeout(300)
 def test_torchrun_ends_with_the_rank_in_its_message_and_the_same_command_goes_on(command: Commands) -> None:
     check = check_of(2)
     run = command(launcher=STANDALONE)
@@ -71,7 +72,6 @@ SLOW = "{kind: slow_at, ranks: [0, 1], ms: 10}"  # or the steps that are left ma
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_nobody_is_replaced_and_no_step_is_done_again(on_head: Commands, command: Commands) -> None:
     undisturbed = command("undisturbed", launcher=STANDALONE)
@@ -92,7 +92,6 @@ def test_nobody_is_replaced_and_no_step_is_done_again(on_head: Commands, command
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_torchrun_starts_the_ranks_again(command: Commands) -> None:
     undisturbed = command("undisturbed", launcher=STANDALONE)
     assert undisturbed.run(*FORWARDS).code == 0

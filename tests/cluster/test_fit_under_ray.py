@@ -17,11 +17,10 @@ from tests.support.checks import summary_of
 from tests.support.programs import run_program
 
 # These programs join the Ray that another test may have started on this machine.
-pytestmark = [pytest.mark.ray, pytest.mark.alone]
+pytestmark = [pytest.mark.ray, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 # One program, because a start of Ray takes longer than all the training.
-@pytest.mark.timeout(300)
 def test_fit_under_ray_equals_fit_in_one_process_after_a_worker_was_killed(tmp_path: Path) -> None:
     lines = run_program("tests/cluster/elastic_fit.py", tmp_path, timeout_s=280).splitlines()
     (line,) = [line for line in lines if line.startswith("{")]
@@ -47,7 +46,6 @@ def test_fit_under_ray_equals_fit_in_one_process_after_a_worker_was_killed(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ray_tune_searches_a_rate_by_fit_in_the_processes_of_its_trials(tmp_path: Path) -> None:
     # Ray may still print lines of the trials after the program's own last line.
     lines = run_program("tests/examples/tune_fit.py", tmp_path, timeout_s=280).splitlines()
@@ -68,7 +66,6 @@ print(losses, [grid.num_errors for grid in grids])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_trial_of_ray_tune_that_is_killed_is_one_result_with_the_undisturbed_loss(tmp_path: Path) -> None:
     lines = run_program("-c", KILLED, tmp_path, timeout_s=280).splitlines()
     found = next(line for line in lines if line.startswith("[[("))
@@ -87,7 +84,6 @@ def rows() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_rows_of_ray_data_become_shards(tmp_path: Path) -> None:
     (tmp_path / "stream.yaml").write_text('data: {target: "tests.cluster.test_fit_under_ray:rows"}\n')
     words = ["-m", "steadfast", "index", "--config", "stream.yaml", "--out", "shards"]

@@ -14,7 +14,7 @@ from tests.support.checks import check_finished, check_ledger, summary_of
 from tests.support.command import Command, Commands
 from tests.support.programs import run_program
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 STEPS = 60
 WORDS = ["scaling.num_workers=[1,2]", f"run.steps={STEPS}", "checkpoint.every=10 steps", "trackers=[]"]
@@ -62,7 +62,6 @@ def watched_gpt2(pretrained: str, told: str) -> Any:
     return watched
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_gpt2_from_pretrained_trains_and_its_frozen_part_does_not(on_head: Commands, tmp_path: Path) -> None:
     run_program("-m", "tests.examples.gpt2", tmp_path / "pretrained")
@@ -78,7 +77,6 @@ def test_gpt2_from_pretrained_trains_and_its_frozen_part_does_not(on_head: Comma
     check_result(run)
 
 
-@pytest.mark.timeout(600)
 def test_llama_with_lora_is_sharded_and_its_checkpoints_hold_what_trains(on_head: Commands) -> None:
     run = on_head("lora", config="lora.yaml")
     (sharded,) = [event for event in train_and_kill(run) if event["event"] == "model_sharded"]

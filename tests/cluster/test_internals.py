@@ -26,12 +26,7 @@ from steadfast.orchestration.internals import (
 from steadfast.orchestration.internals.slots import NoBarrier, find_incompatibility
 
 
-def test_the_raylets_messages_go_through_a_function_that_can_be_replaced() -> None:
-    assert list(inspect.signature(worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
-    assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names
-
-
-def test_ray_sets_its_sigterm_handlers_through_a_function_that_can_be_replaced(
+def test_ray_sets_its_sigterm_handlers_by_a_function_that_can_be_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(utils, "set_sigterm_handler", utils.set_sigterm_handler)  # put back after the test
@@ -49,10 +44,6 @@ def test_the_callbacks_that_start_idle_actors_are_among_the_default_ones() -> No
     assert left_out == {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 
 
-def test_what_slots_override_and_call_is_where_it_was() -> None:
-    assert find_incompatibility() is None
-
-
 def test_the_services_that_a_run_does_not_use_are_started_by_functions_that_can_be_replaced() -> None:
     starts = {*Node.start_head_processes.__code__.co_names, *Node.start_ray_processes.__code__.co_names}
     with without_services(log_monitor=False):
@@ -61,23 +52,28 @@ def test_the_services_that_a_run_does_not_use_are_started_by_functions_that_can_
     assert replaced == {"start_monitor", "start_api_server", "start_log_monitor"}
 
 
-def test_the_id_of_an_actor_class_is_drawn_through_a_name_that_can_be_replaced() -> None:
+def test_ids_of_actor_classes_and_messages_of_raylets_come_by_names_that_can_be_replaced() -> None:
+    assert list(inspect.signature(worker.print_to_stdstream).parameters) == ["data", "ignore_prefix"]
+    assert "print_to_stdstream" in worker.listen_error_messages.__code__.co_names
     assert "ActorClassID" in ray.actor._make_actor.__code__.co_names
     with other_class_ids():
         drawn = {ray.actor.ActorClassID.from_random().hex() for _ in range(2)}
     assert len(drawn) == 2
 
 
-def test_a_call_that_would_wait_for_a_constant_number_of_workers_says_what_to_do() -> None:
+def test_what_slots_override_is_where_it_was_and_a_call_that_would_wait_for_all_says_what_to_do() -> None:
+    assert find_incompatibility() is None
     barrier = pickle.loads(pickle.dumps(NoBarrier()))
     with pytest.raises(UsageError, match="Return metrics in Sums"):
         barrier.broadcast_from_rank_zero.remote()
 
 
-def test_the_head_of_a_cluster_of_own_machines_is_found_from_any_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ray_notes_of_a_cluster_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray keeps what it knows of such clusters
+    (tmp_path / "ray").mkdir()
+    assert current_cluster() is None
+    utils.write_ray_address("192.0.2.10:6379")
+    assert current_cluster() == "192.0.2.10:6379"
     provider = {"type": "local", "head_ip": "192.0.2.10", "worker_ips": ["192.0.2.11"]}
     remember_head({"cluster_name": "ours", "provider": provider})
     found = LocalNodeProvider(provider, "ours").non_terminated_nodes({"ray-node-type": "head"})
@@ -89,11 +85,3 @@ def test_ray_makes_the_machines_address_of_the_loopback_by_a_function_that_can_b
     with on_loopback():
         assert services.resolve_ip_for_localhost("127.0.0.1") == "127.0.0.1"
     assert "services.resolve_ip_for_localhost(_node_ip_address)" in inspect.getsource(worker.init)
-
-
-def test_what_ray_start_writes_down_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    (tmp_path / "ray").mkdir()
-    assert current_cluster() is None
-    utils.write_ray_address("192.0.2.10:6379")
-    assert current_cluster() == "192.0.2.10:6379"

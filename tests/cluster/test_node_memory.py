@@ -18,7 +18,7 @@ from steadfast.storage import LocalStore
 from tests.support.checks import check_audit, check_finished, check_identical, check_ledger, check_stopped, summary_of
 from tests.support.command import FOR_EVER, Command, Commands, Running
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 STEPS = 120
 
@@ -43,7 +43,6 @@ def wait_until_gone(name: str, limit_s: float = 15.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_head: Commands, kind: str) -> None:
     words = ("scaling.num_workers=[1,2]", f"parallel.kind={kind}", "checkpoint.every=60 minutes")
@@ -101,13 +100,11 @@ def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_with_it
     check_identical(run.directory, undisturbed.directory)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_the_same_command_goes_on_from_the_copies_of_one_that_was_killed_on_a_cluster(on_head: Commands) -> None:
     check_the_next_command_goes_on_from_copies(on_head(), "parallel.kind=fsdp")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_copies_end_with_a_command_that_fails(on_head: Commands) -> None:
     run = on_head()
@@ -123,7 +120,6 @@ def test_copies_end_with_a_command_that_fails(on_head: Commands) -> None:
     assert memory_of(run.directory) != name
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_nothing_of_a_killed_commands_copies_is_left_where_no_other_follows_in_time(command: Commands) -> None:
     running = command().start(FOR_EVER, "recovery.wait_s=6")
@@ -136,7 +132,6 @@ def test_nothing_of_a_killed_commands_copies_is_left_where_no_other_follows_in_t
     wait_until_gone(name, limit_s=30)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_command_that_was_to_stop_when_ray_died_saves_what_the_nodes_memory_holds(command: Commands) -> None:
     running = command().start(FOR_EVER, "checkpoint.every=60 minutes")

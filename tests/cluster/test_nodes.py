@@ -10,10 +10,9 @@ from tests.support.checks import check_replica_waits, check_stopped
 from tests.support.command import FOR_EVER, Commands, Running
 from tests.support.programs import run_program
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
-@pytest.mark.timeout(300)
 def test_a_node_is_drained_another_comes_and_one_is_lost(command: Commands) -> None:
     with Bed(num_nodes=2) as bed:
         drained, lost = bed.nodes
@@ -34,7 +33,6 @@ def test_a_node_is_drained_another_comes_and_one_is_lost(command: Commands) -> N
     assert [(e["kind"], e["node"]) for e in running.events if e["event"] == "failure"] == [("worker", lost)]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command: Commands, kind: str) -> None:
     """All checkpoints are taken away before: what is restored comes from the memory of the nodes that are left."""
@@ -64,7 +62,6 @@ def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command: Comm
         assert restored["lost_steps"] <= 2 * interval_steps + 2, "the newest copy may have been under way"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command: Commands) -> None:
     with Bed(num_nodes=1) as bed:
@@ -80,7 +77,6 @@ def test_when_all_nodes_are_drained_what_they_hold_is_written_down(command: Comm
         check_stopped(running)
 
 
-@pytest.mark.timeout(300)
 def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command: Commands) -> None:
     with Bed(num_nodes=1) as bed:
         words = (FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=1", "recovery.wait_s=8")
@@ -92,7 +88,6 @@ def test_a_run_that_no_node_is_left_for_says_what_is_missing_and_ends(command: C
     assert "waited 8 s for workers: 0 of at least 1 (scaling.num_workers) have joined; 0 CPUs" in finished.output
 
 
-@pytest.mark.timeout(300)
 def test_a_node_on_which_workers_die_at_once_gets_no_more_of_them(command: Commands, tmp_path: Path) -> None:
     with Bed(num_nodes=2) as bed:
         poisoned = bed.nodes[1]
@@ -113,7 +108,6 @@ def placements(folder: Path) -> list[str]:
     return (folder / "placements").read_text().split()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_replica_that_loses_a_worker_waits_for_another_and_the_others_go_on(command: Commands) -> None:
     """Nothing is on storage: what is restored is what living replicas hold."""
@@ -157,7 +151,6 @@ def test_a_pipeline_with_lost_workers_that_grows_and_shrinks_has_the_weights_of_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_all_workers_that_are_left_train_on_in_another_layout(command: Commands) -> None:
     words = ["parallel={kind: fsdp, shard_size: auto}", "scaling.num_workers=[2,4]", "checkpoint.every=1000 minutes"]
     with Bed(num_nodes=4) as bed:

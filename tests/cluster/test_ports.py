@@ -15,6 +15,8 @@ from tests.support.bed import Bed
 from tests.support.checks import check_stopped
 from tests.support.command import FOR_EVER, ROOT, Commands, descendants
 
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
 STRANGERS = 1000
 PAUSE_S = 7.0  # longer than recovery.silence_s
 NOISE = (b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", b"deadbeef\n", os.urandom(4096), b"A" * 300_000)
@@ -63,8 +65,6 @@ def make_noise(place: tuple[str, int], number: int) -> None:
             stranger.sendall(noise)
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_a_local_run_listens_on_the_loopback_alone_and_neither_strangers_nor_a_pause_end_anything(
     command: Commands,
 ) -> None:
@@ -89,8 +89,6 @@ def test_a_local_run_listens_on_the_loopback_alone_and_neither_strangers_nor_a_p
     check_stopped(running)
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_on_a_cluster_a_thousand_strangers_neither_stop_the_steps_nor_keep_a_newcomer_out(command: Commands) -> None:
     with Bed(num_nodes=2) as bed, contextlib.ExitStack() as held:

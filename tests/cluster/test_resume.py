@@ -17,14 +17,13 @@ from tests.support.history import read_ledger
 from tests.support.leftovers import wait_until_gone
 from tests.support.s3 import Proxy
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 STEPS = 150
 OVERRIDES = [f"run.steps={STEPS}", "checkpoint.every=25 steps"]
 SLOW = "faults.inject=[{kind: slow_at, ranks: [0, 1], ms: 20}]"  # so that another command finds it running
 
 
-@pytest.mark.timeout(300)
 def test_the_same_command_again(on_head: Commands) -> None:
     run = on_head("run")
 
@@ -101,7 +100,6 @@ def test_resume_must_refuses_an_empty_directory_and_never_a_full_one(on_head: Co
     assert "holds checkpoints" in refused.output
 
 
-@pytest.mark.timeout(300)
 def test_a_run_in_a_bucket_survives_a_worker_and_is_stopped_and_resumed(
     on_head: Commands, proxy: Proxy, tmp_path: Path
 ) -> None:

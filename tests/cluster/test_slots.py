@@ -12,10 +12,9 @@ from tests.support.checks import check_stopped, summary_of
 from tests.support.command import FOR_EVER, Commands, Running, is_alive, scale
 from tests.support.programs import run_program
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
-@pytest.mark.timeout(240)
 def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_joins_it(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
@@ -32,7 +31,6 @@ def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_jo
     assert running.history.lines[-1]["world_size"] == 2
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_a_silent_worker_is_missed_killed_and_replaced(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]", "recovery={silence_s: 3, hang_limit_s: 3}")
@@ -46,7 +44,6 @@ def test_a_silent_worker_is_missed_killed_and_replaced(on_head: Commands) -> Non
     check_stopped(running)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(on_head: Commands) -> None:
     words = ("scaling.num_workers=2", "checkpoint.every=50 steps", "checkpoint.node_memory=false")
@@ -62,8 +59,7 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(o
     assert running.history.num_lost == restored["lost_steps"]
 
 
-@pytest.mark.timeout(240)
-def test_survivors_of_a_sharded_world_keep_running_and_take_the_newest_of_copies_and_checkpoints(
+def test_survivors_of_a_sharded_world_keep_running_and_take_the_newest_copy_or_checkpoint(
     on_head: Commands,
 ) -> None:
     words = ("parallel.kind=fsdp", "checkpoint.every=20 steps", "logging.every_steps=20")
@@ -83,7 +79,6 @@ def test_survivors_of_a_sharded_world_keep_running_and_take_the_newest_of_copies
     check_stopped(running, lost_steps=20)
 
 
-@pytest.mark.timeout(240)
 def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(on_head: Commands) -> None:
     run = on_head()
     assert scale(run.directory, "1:2").returncode == 2  # it is not there yet
@@ -144,7 +139,6 @@ def test_a_worker_that_hangs_is_named_and_replaced_and_the_others_go_on(on_head:
     check_stopped(running)
 
 
-@pytest.mark.timeout(240)
 def test_a_step_that_is_not_finite_is_rolled_back_and_left_out_by_living_workers(on_head: Commands) -> None:
     faults = "faults.inject=[{kind: nan_at, step: 60, rank: 1}]"
     running = on_head().start(FOR_EVER, "scaling.num_workers=2", "checkpoint.every=25 steps", faults)
@@ -159,7 +153,6 @@ def test_a_step_that_is_not_finite_is_rolled_back_and_left_out_by_living_workers
     check_stopped(running, lost_steps=60)
 
 
-@pytest.mark.timeout(240)
 def test_one_exception_is_survived_by_the_others_and_the_same_again_ends_the_run(on_head: Commands) -> None:
     faults = "faults.inject=[{kind: fail_at, step: 60, rank: 1}, {kind: fail_at, step: 90, rank: 0, times: null}]"
     running = on_head().start(FOR_EVER, "scaling.num_workers=2", "checkpoint.every=25 steps", faults)
@@ -173,7 +166,6 @@ def test_one_exception_is_survived_by_the_others_and_the_same_again_ends_the_run
     assert fatal == [(59, False), (89, False), (89, True)]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_an_exception_that_ends_the_run_loses_no_finished_step_of_sharded_workers(on_head: Commands) -> None:
     faults = "faults.inject=[{kind: fail_at, step: 60, rank: 1, times: null}]"
@@ -184,7 +176,6 @@ def test_an_exception_that_ends_the_run_loses_no_finished_step_of_sharded_worker
     assert [event for event in running.events if event["event"] == "not_saved"] == []
 
 
-@pytest.mark.timeout(240)
 def test_a_spare_takes_the_place_of_the_only_worker_before_another_one_has_started(on_head: Commands) -> None:
     words = ("scaling.num_workers=1", "scaling.spares=1", "checkpoint.every=10 steps", "checkpoint.node_memory=false")
     running = on_head().start(FOR_EVER, *words)

@@ -22,6 +22,8 @@ from tests.support.checks import check_stopped
 from tests.support.command import ROOT, SMALL, Commands, Head, Running
 from tests.support.programs import run_program
 
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
 SLOW = "faults.inject=[{kind: slow_at, ranks: [1], ms: 60}, {kind: slow_at, ranks: [0], ms: 20}]"
 
 
@@ -44,8 +46,6 @@ def kill(server: LiveServer, rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_a_slow_rank_is_seen_in_status_and_report_and_is_killed_from_the_live_page(on_head: Commands) -> None:
     running = on_head().start("run.steps=100000", SLOW)
     running.wait_for_event("attempt_started", timeout_s=150)
@@ -74,8 +74,6 @@ def test_a_slow_rank_is_seen_in_status_and_report_and_is_killed_from_the_live_pa
     assert [(each.rank, each.last) for each in ranks] == [(0, 0.0), (1, 1.0)]
 
 
-@pytest.mark.ray
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_a_script_operates_a_run_by_its_json(on_head: Commands, head: Head, tmp_path: Path) -> None:
     """The program that docs/json.md links to."""
@@ -111,9 +109,7 @@ for node in ray.nodes():
 """
 
 
-@pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_prometheus_sees_the_run(on_head: Commands, head: Head) -> None:
     running = on_head("seen").start("run.steps=100000", "logging.every_steps=5", "checkpoint.every=1000 steps")
     running.wait_for_step(20, timeout_s=150)

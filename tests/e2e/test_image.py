@@ -88,14 +88,9 @@ def test_the_steps_of_the_dockerfile_make_a_clean_root_train(context: Path, tmp_
         uv=uv,
         steps=shlex.quote("\n".join([*steps(), *unwanted, shlex.join(TRAIN)])),
     )
-    own = ("--mount", "--pid", "--ipc", "--fork", "--kill-child")
+    command = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "bash", "-c", script]
     done = subprocess.run(
-        ["unshare", *own, "bash", "-c", script],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
     assert "finished    1 step," in done.stdout

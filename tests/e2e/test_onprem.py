@@ -65,7 +65,6 @@ def ray_up(user: User, cluster: str) -> None:
     user.types(f"ray up -y {cluster}", timeout_s=240)
 
 
-@pytest.mark.timeout(600)
 def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user: User, tmp_path: Path) -> None:
     lab = user.lab
     words = [*WORDS, f"run.steps={STEPS}", "precision.kind=fp32"]
@@ -90,7 +89,6 @@ def test_a_host_is_switched_off_and_on_while_the_plain_command_trains(user: User
     assert distance(running.directory, one.directory) <= 3 * distance(one.directory, two.directory)
 
 
-@pytest.mark.timeout(600)
 def test_one_host_is_cut_off_for_good_and_another_for_a_while(user: User) -> None:
     lab = user.lab
     running = train_on_all(lab, *WORDS, f"run.steps={STEPS}")
@@ -117,6 +115,8 @@ import mine
 from configs.places import SEEN
 from tests.environment import write_down
 
+pytestmark = pytest.mark.timeout(600)
+
 class Task(mine.Task):
     def __init__(self, names, package):
         write_down(SEEN, names, package)
@@ -124,7 +124,6 @@ class Task(mine.Task):
 }
 
 
-@pytest.mark.timeout(600)
 def test_a_laptop_with_the_installed_package_may_be_switched_off_and_another_one_shows_the_result(
     nodes: Lab, wheel: Path
 ) -> None:

@@ -9,13 +9,9 @@ _first = partial(Drill, part=1)
 _second = partial(Drill, part=2, needs=_RANKS)
 
 CATALOG = (
-    _first(
-        "ceilings", "what the device reaches by itself", "tests.gpu.ceilings:measure", 60, alone=True, torch_alone=True
-    ),
+    _first("ceilings", "what the device reaches", "tests.gpu.ceilings:measure", 60, alone=True, torch_alone=True),
     _first("speed", "the app beside a straight loop, one rank", "tests.gpu.speed:world_of_one", 240, alone=True),
-    _first(
-        "clock", "the app's step time, rate and MFU against the wall clock", "tests.gpu.speed:clock", 30, alone=True
-    ),
+    _first("clock", "the app's own figures against the wall clock", "tests.gpu.speed:clock", 30, alone=True),
     _first("compile", "the compiled app beside a compiled loop", "tests.gpu.speed:compiled", 300, alone=True),
     _first("large-model", "the same with a billion parameters", "tests.gpu.speed:large", 240, alone=True),
     _first("auto-size", "microbatches as large as fit", "tests.gpu.memory:auto", 150, alone=True),
@@ -24,9 +20,7 @@ CATALOG = (
     _first("staging", "copies for checkpoints: whole, quick, small", "tests.gpu.memory:staging", 150),
     _first("ways", "ways to train, and races of streams", "tests.gpu.setups:ways", 180),
     _first("set-ups", "two ranks on one GPU, and none on it", "tests.gpu.setups:starts", 150),
-    Drill(
-        _RANKS, "three NCCL ranks on one GPU add up", "tests.gpu.recovery:three_ranks", 90, alone=True, torch_alone=True
-    ),
+    Drill(_RANKS, "three ranks on one GPU add up", "tests.gpu.recovery:three_ranks", 90, alone=True, torch_alone=True),
     _second("abort", "an abort with a collective under way", "tests.gpu.recovery:abort", 180, alone=True),
     _second("poison", "a death leaves the survivors no garbage", "tests.gpu.poison:ddp", 240),
     _second("watchdog", "torch's watchdog ends no survivor", "tests.gpu.recovery:watchdog", 200, torch_alone=True),

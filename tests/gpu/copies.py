@@ -1,13 +1,13 @@
 """Copies of a sharded state in the memory of the machine, where the size of a shard changes."""
 
 import os
-import time
 from statistics import median
 
 import torch
 
 from steadfast.checkpoint.memory_server import server_name
 from steadfast.checkpoint.node_memory import Label, SharedMemory, SnapshotId
+from tests.gpu.ceilings import now_s
 from tests.gpu.scene import Scene
 
 _COPIES = 4  # of each size, which take turns in two buffers
@@ -37,11 +37,9 @@ def _copy(scene: Scene, memory: SharedMemory, device: torch.device, snapshot: Sn
     """Copy a part, check the copy, and return its GB/s."""
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
     buffer = memory.take(num_bytes)
-    _synchronize(device)
-    began_s = time.perf_counter()
+    began_s = now_s(scene)
     buffer.bytes[:num_bytes].copy_(source, non_blocking=True)
-    _synchronize(device)
-    seconds = time.perf_counter() - began_s
+    seconds = now_s(scene) - began_s
     assert buffer.number is not None
     memory.commit(buffer, Label(snapshot, "drill", ((0, 0, num_bytes),)))
     memory.keep([snapshot])
@@ -53,8 +51,3 @@ def _copy(scene: Scene, memory: SharedMemory, device: torch.device, snapshot: Sn
     scene.check(same, f"{snapshot}: the copy is not what lies on the device")
     memory.verify(buffer.number)
     return num_bytes / seconds / 1e9
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -4,17 +4,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import yaml
 
-from steadfast.config.schema import RunConfig
 from tests.gpu.commands import Command
+from tests.gpu.poison import EXACT
 from tests.gpu.scene import Scene
 
 _BOUND_S = 120.0
-_STRICT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-    "NCCL_NVLS_ENABLE": "0",
-}
+_STRICT = {**EXACT, "NCCL_NVLS_ENABLE": "0"}
 _MODEL = {"num_layers": 4, "num_heads": 4, "embed_dim": 128, "context_length": 128, "vocab_size": 256, "dropout": 0.1}
 _REHEARSED = {**_MODEL, "num_layers": 1, "embed_dim": 32}  # in fp32: most CPUs emulate bf16
 _STEPS = 60
@@ -23,7 +18,7 @@ _STEPS = 60
 def same_bits(scene: Scene) -> None:
     """Train 60 steps in bf16 twice as it comes, then three times strictly: left alone, killed, and stopped.
 
-    Strict is torch's deterministic algorithms, with the app's own setting where it has one.
+    Strict is run.deterministic.
     Asserts that all strict runs end in the same weights and optimizer, to the bit. Figures: whether the runs as they
     come do too, and how many attempts the interrupted ones took.
     """
@@ -48,16 +43,12 @@ def same_bits(scene: Scene) -> None:
 def _command(scene: Scene, name: str) -> Command:
     strict = not name.startswith("default")
     size = _MODEL if scene.on_gpu else _REHEARSED
-    model = {"target": "tests.gpu.subjects:strict_gpt", "args": size} if strict else {"kind": "gpt", **size}
-    run: dict[str, object] = {"steps": _STEPS}
-    if strict and "deterministic" in RunConfig.model_fields:
-        run["deterministic"] = True
     faults = [{"kind": "kill_at", "step": 33}] if name == "killed" else []
     noise = {"target": "tests.gpu.speed:Noise", "args": {"context": 128, "vocabulary": 256}}
     config = {
-        "run": run,
+        "run": {"steps": _STEPS, "deterministic": strict},
         "batch": {"global_size": 16, "microbatch_size": 8},
-        "model": model,
+        "model": {"kind": "gpt", **size},
         "data": {**noise, "validation_fraction": 0.0},
         "precision": {"kind": "bf16" if scene.on_gpu else "fp32"},
         "checkpoint": {"every": "20 steps"},

@@ -130,10 +130,8 @@ class Runner:
         if not in_time:
             ending = _cut_off(bound_s, seconds, figures)
         elif not ending:
-            ending = {
-                "state": "FAILED",
-                "reason": f"the process ended with {process.returncode}: see {drill.name}/log.txt",
-            }
+            reason = f"the process ended with {process.returncode}: see {drill.name}/log.txt"
+            ending = {"state": "FAILED", "reason": reason}
         state: State = ending["state"]
         return Result(drill.name, state, round(seconds, 1), ending["reason"], figures.get("figures", {}))
 

@@ -1,7 +1,6 @@
 """Speed at world 1 beside a loop that does nothing else, and whether the app's clock tells the truth about it."""
 
 import json
-import time
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from steadfast.config import GptConfig
 from steadfast.models.gpt import Gpt
 from steadfast.telemetry.throughput import peak_flops
+from tests.gpu.ceilings import now_s
 from tests.gpu.commands import Command, RunFiles
 from tests.gpu.machine import missing_for_compile
 from tests.gpu.scene import Scene, Skip
@@ -114,10 +114,10 @@ def _straight(scene: Scene, size: Size, compiled: bool) -> float:
     tokens = torch.randint(size.model["vocab_size"], shape, device=device)
     for _ in range(_WARM_UP):
         _straight_step(model, optimizer, tokens, size, scene.device)
-    began_s = _now_s(scene)
+    began_s = now_s(scene)
     for _ in range(size.steps):
         _straight_step(model, optimizer, tokens, size, scene.device)
-    step_s = (_now_s(scene) - began_s) / size.steps
+    step_s = (now_s(scene) - began_s) / size.steps
     if scene.on_gpu:
         scene.figure(straight_peak_gib=torch.cuda.max_memory_allocated() / 2**30)
         del model, optimizer
@@ -152,13 +152,6 @@ def _reform(scene: Scene, times: int) -> None:
     for name in ("not_compiled", "recompiled", "graph_break"):
         found = company.events(name)
         scene.check(not found, f"{name}: {found}")
-
-
-def _now_s(scene: Scene) -> float:
-    """Return the time at which the device has done all that it was given."""
-    if scene.on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _straight_step(

@@ -160,15 +160,6 @@ class Zeros(Net):
             nn.init.zeros_(parameter)
 
 
-def strict_gpt(**args: Any) -> nn.Module:
-    """Return the app's GPT in a process that computes deterministically from now on."""
-    from steadfast.config import GptConfig
-    from steadfast.models.gpt import Gpt
-
-    torch.use_deterministic_algorithms(True)
-    return Gpt(GptConfig(**args))
-
-
 def _digest(optimizer: torch.optim.Optimizer) -> Tensor:
     """Return the sum of all weights' bits, each weighted by its parameter's place, () int64."""
     total = torch.zeros((), dtype=torch.int64)

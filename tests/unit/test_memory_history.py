@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,13 +47,9 @@ def test_a_gpu_that_is_out_of_memory_leaves_its_allocations_and_says_how_to_see_
     assert Path(told.path) == tmp_path / "profile" / "memory-attempt-2-rank-3.pickle"
     assert Path(told.path).read_text() == "allocations"
     assert told.line().endswith(f"are in {told.path}: open it on pytorch.org/memory_viz")
-
-
-@pytest.mark.usefixtures("recorded")
-def test_it_is_copied_to_a_bucket() -> None:
-    store = MemoryStore()
-    assert write_memory_history(REMEMBER, RunDirectory(store), world(), CUDA, OUT)
-    assert store.read("profile/memory-attempt-2-rank-3.pickle") == b"allocations"
+    bucket = MemoryStore()
+    assert write_memory_history(REMEMBER, RunDirectory(bucket), world(), CUDA, OUT)
+    assert bucket.read("profile/memory-attempt-2-rank-3.pickle") == b"allocations"
 
 
 @pytest.mark.usefixtures("recorded")
@@ -68,8 +65,5 @@ def test_otherwise_there_is_nothing_to_write(
 
 
 def test_a_snapshot_that_fails_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> None:
-        raise RuntimeError("CUDA error")
-
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", Mock(side_effect=RuntimeError("CUDA error")))
     assert write_memory_history(REMEMBER, RunDirectory(LocalStore(tmp_path)), world(), CUDA, OUT) is None

@@ -1,7 +1,6 @@
 """Mixtures: shares of sources, the order of their samples, and what is refused."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,25 +163,19 @@ def test_a_wrong_mixture_is_refused_by_the_key(data: str, sentence: str) -> None
         parse_config(f"model: {{kind: gpt, context_length: 16}}\ndata: {data}")
 
 
-def test_a_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    config = mixture(TEXT, '{target: "tests.unit.test_mixture:nothing"}')
-    with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.target"):
-        build_dataset(config)
-
-
-def test_each_source_has_an_order_of_its_own_kind() -> None:
+def test_each_source_has_an_order_of_its_own() -> None:
     weighted = "order: {target: 'tests.support.orders:Weighted'}"
-    config = mixture(TEXT, TARGET.replace("}", f", {weighted}}}", 1), TEXT.replace("}", ", order: sequential}"))
-    built = build_order(config, Extent(130, None, (Extent(50), Extent(30), Extent(50))), 1)
+    config = mixture(TEXT, TARGET.replace("}", f", {weighted}}}", 1), TEXT.replace("}", ", order: sequential}"), TEXT)
+    built = build_order(config, Extent(180, None, (Extent(50), Extent(30), Extent(50), Extent(50))), 1)
     assert isinstance(built, MixtureOrder)
-    shuffled, drawn, in_order = (part.train(np.arange(part.num_train)).tolist() for part in built.parts)
-    assert sorted(shuffled) != shuffled
+    shuffled, drawn, in_order, other = (part.train(np.arange(part.num_train)).tolist() for part in built.parts)
+    assert sorted(shuffled) != shuffled != other
     assert len(set(shuffled)) == len(shuffled)
     assert len(set(drawn)) < len(drawn)
     assert in_order == list(range(len(in_order)))
 
 
-def test_the_order_of_a_source_is_refused_by_its_key() -> None:
+def test_the_target_and_the_order_of_a_source_are_refused_by_their_keys() -> None:
     with pytest.raises(DataError, match=r"data\.sources\[1\]\.order=blocks: the dataset has no blocks"):
         build_order(mixture(TEXT, TEXT.replace("}", ", order: blocks}")), Extent(9, None, (Extent(4), Extent(5))), 1)
     wrong = mixture(TEXT, TEXT.replace("}", ", order: {target: 'tests.dist.test_order:by_chance'}}"))
@@ -191,11 +184,5 @@ def test_the_order_of_a_source_is_refused_by_its_key() -> None:
     unknown = mixture(TEXT, TEXT.replace("}", ", order: {target: 'tests.dist.test_order:no'}}"))
     with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.order"):
         build_order(unknown, Extent(99, None, (Extent(49), Extent(50))), 1)
-
-
-def test_equal_sources_have_orders_of_their_own() -> None:
-    config = mixture(TEXT, TEXT)
-    built = build_order(config, Extent(100, None, (Extent(50), Extent(50))), 1)
-    assert isinstance(built, MixtureOrder)
-    one, other = (part.train(np.arange(45)) for part in built.parts)
-    assert not np.array_equal(one, other)
+    with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.target"):
+        build_dataset(mixture(TEXT, '{target: "tests.unit.test_mixture:nothing"}'))

@@ -66,15 +66,11 @@ def test_no_collectives_refuses_each_function_of_torch(name: str) -> None:
         CALLS[name]()
 
 
-def test_rank_and_size_stay_available() -> None:
+def test_collectives_run_again_afterwards_and_in_groups_that_are_given_and_ranks_are_known() -> None:
+    given = dist.group.WORLD
     with no_collectives():
         assert (dist.is_initialized(), dist.get_rank(), dist.get_world_size()) == (True, 0, 1)
         assert (dist.get_backend(), dist.get_process_group_ranks(None)) == ("gloo", [0])
-
-
-def test_collectives_run_again_afterwards_and_in_groups_that_are_given() -> None:
-    given = dist.group.WORLD
-    with no_collectives():
         dist.all_reduce(ones(), group=given)
     dist.all_reduce(ones())
     with warnings.catch_warnings():
@@ -118,12 +114,9 @@ class WithAMethodCalledEmbed(Embedding):
         return Sums(self.embed(model, batch).sum(), len(batch))
 
 
-def test_a_task_that_gathers_is_named() -> None:
+def test_a_task_that_gathers_or_returns_its_loss_is_named() -> None:
     with pytest.raises(UsageError, match=r"^Gathering\.loss calls a collective over all workers \(allgather of torch"):
         own_task(Gathering(), "mine:Gathering").loss(nn.Identity(), ones())
-
-
-def test_a_task_that_returns_its_loss_is_told_of_sums() -> None:
     with pytest.raises(UsageError, match=r"^Mean\.loss returned a Tensor, not Sums: return steadfast\.Sums\(loss_sum"):
         own_task(Mean(), "mine:Mean").loss(nn.Identity(), ones())
 

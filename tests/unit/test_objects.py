@@ -37,13 +37,10 @@ def test_objects_reach_a_worker_beside_its_configuration_and_keep_what_they_shar
     assert sections["optimizer"].given is torch.optim.SGD
     assert sections["hooks.0"].given is None
     assert build_target(sections["data"], "data")[0] is build_target(sections["hooks.1"], "hooks.1")
-
-
-def test_a_configuration_without_objects_is_sent_alone() -> None:
-    config = Config()
-    assert pack_objects(config) == b""
-    Objects(b"").give_to(config)
-    assert config == Config()
+    without = Config()
+    assert pack_objects(without) == b""
+    Objects(b"").give_to(without)
+    assert without == Config()
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,11 @@ def test_every_small_permutation_is_about_as_likely(size: int) -> None:
     assert min(counts) > 0.5 * max(counts)
 
 
-def test_permutation_looks_random() -> None:
+def test_permutation_looks_random_and_opens_a_trillion_samples_at_once() -> None:
     """Neighbours land independently: the mean gap of two uniform points is a third of the range."""
     placed = Permutation(100_000, key(1))(np.arange(100_000))
     assert abs(np.abs(np.diff(placed)).mean() / 100_000 - 1 / 3) < 0.01
     assert abs(np.corrcoef(placed, np.arange(100_000))[0, 1]) < 0.02
-
-
-def test_a_trillion_samples_open_at_once() -> None:
     began = time.perf_counter()
     ids = SampleOrder(10**12, 0.1, 1).train(np.arange(8))
     assert time.perf_counter() - began < 0.1
@@ -61,9 +58,7 @@ def test_a_trillion_samples_open_at_once() -> None:
 
 
 @given(st.integers(2, 400), st.floats(0.0, 0.9), SEEDS, st.integers(0, 3))
-def test_each_epoch_and_validation_partition_the_samples(
-    num_samples: int, fraction: float, seed: int, epoch: int
-) -> None:
+def test_epochs_and_validation_partition_the_samples(num_samples: int, fraction: float, seed: int, epoch: int) -> None:
     order = SampleOrder(num_samples, fraction, seed)
     train = order.train(epoch * order.num_train + np.arange(order.num_train))
     held_out: Iterable[int] = order.validation(np.arange(order.num_validation)) if order.num_validation else []
@@ -72,14 +67,12 @@ def test_each_epoch_and_validation_partition_the_samples(
 
 
 def test_order_depends_on_seed_and_epoch_and_the_split_on_seed_alone() -> None:
-    def held_out(seed: int) -> set[int]:
-        return set(SampleOrder(100, 0.2, seed).validation(np.arange(20)))
-
-    order = SampleOrder(100, 0.2, 1)
+    order, other = (SampleOrder(100, 0.2, seed) for seed in (1, 2))
     epochs = order.train(np.arange(240)).reshape(3, 80)
+    held_out = set(order.validation(np.arange(20)))
     assert not (epochs[0] == epochs[1]).all()
-    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) == set(range(100)) - held_out(1)
-    assert held_out(1) != held_out(2)
+    assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) == set(range(100)) - held_out
+    assert held_out != set(other.validation(np.arange(20)))
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=50))
@@ -168,10 +161,6 @@ def counting() -> Callable[..., Any]:
         return (place + len(calls)) % num_samples
 
     return order
-
-
-def seeded_in_each_call(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:
-    return np.random.default_rng(seed).integers(num_samples, size=len(place))
 
 
 AGAIN = r"returns another sample at place \d+ of epoch \d when it is called again, or for fewer positions"

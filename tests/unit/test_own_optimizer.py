@@ -106,11 +106,10 @@ def test_optimizer_of_torch_is_accepted_or_refused_by_name(row: Row, sharded: bo
     if not expected:
         attempt(config, model(), sharded)
         return
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(
+        ConfigError, match=rf'^optimizer\.target: "torch\.optim:{row.name}" (?={row.name} ).*{expected}.*$'
+    ):
         attempt(config, model(), sharded)
-    assert str(raised.value).startswith(f'optimizer.target: "torch.optim:{row.name}" {row.name} ')
-    assert expected in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if not row.refused], ids=lambda row: "-".join([row[0], *row[1]]))
@@ -172,6 +171,12 @@ def test_optimizer_that_resumes_exactly_is_accepted(name: str, sharded: bool) ->
     attempt(ours(name), Model(), sharded)
 
 
+def test_optimizer_that_normalizes_by_whole_tensors_is_refused_where_they_are_sharded() -> None:
+    attempt(ours("Normalized"), Model())
+    with pytest.raises(ConfigError, match="Normalized needs whole tensors for its updates, and under fsdp"):
+        attempt(ours("Normalized"), Model(), sharded=True)
+
+
 CANNOT = "cannot continue from a checkpoint, which holds only tensors in an optimizer's state"
 REFUSED = {
     "Counting": f"Counting {CANNOT}: it also keeps num_steps in its state, as a number",
@@ -191,12 +196,6 @@ def test_optimizer_that_would_train_differently_is_refused_by_name(name: str) ->
     with pytest.raises(ConfigError) as raised:
         attempt(ours(name), Model())
     assert str(raised.value) == f'optimizer.target: "{OURS}:{name}" {REFUSED[name]}'
-
-
-def test_optimizer_that_normalizes_by_whole_tensors_is_refused_where_they_are_sharded() -> None:
-    attempt(ours("Normalized"), Model())
-    with pytest.raises(ConfigError, match="Normalized needs whole tensors for its updates, and under fsdp"):
-        attempt(ours("Normalized"), Model(), sharded=True)
 
 
 def test_trial_leaves_generators_and_parameters_as_they_were() -> None:

@@ -46,9 +46,6 @@ def test_each_program_for_another_trainer_has_one_for_steadfast() -> None:
     assert {page.stem for page in PAGES} == set(map(page_of, before))
     for path in PROGRAMS.glob("*.py"):
         compile(path.read_text(), path.name, "exec")
-
-
-def test_the_configuration_of_the_ray_page_loads() -> None:
     config = parse_config((PROGRAMS / "ray_after.yaml").read_text(), "ray_after.yaml")
     assert config.scaling.num_workers == (1, 2)
     assert config.targets()["data.validation.target"] == "ray_after:test_set"
@@ -107,6 +104,10 @@ def plain_loop() -> Config:
     return parse_config(block, "plain.yaml")
 
 
+def test_the_page_of_defaults_has_rows() -> None:
+    assert len(rows()) > 20
+
+
 @pytest.mark.parametrize(("key", "default", "plain"), rows(), ids=lambda cell: cell)
 def test_a_default_on_the_page_is_that_of_the_schema(key: str, default: str, plain: str) -> None:
     kind = re.search(r"\((\w+)\)", key)
@@ -118,7 +119,3 @@ def test_a_default_on_the_page_is_that_of_the_schema(key: str, default: str, pla
         if name == "optimizer.groups":
             found = [{field: group[field] for field in ("match", "weight_decay")} for group in found]
         assert found == value(plain)
-
-
-def test_the_page_of_defaults_has_rows() -> None:
-    assert len(rows()) > 20

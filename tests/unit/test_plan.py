@@ -107,9 +107,7 @@ def test_the_steps_of_an_extended_run_are_a_partition_of_the_stream(course: tupl
 
 
 @given(courses(), st.data())
-def test_what_a_run_has_done_stays_what_it_is_when_it_is_extended(
-    course: tuple[Plan, list[int]], data: st.DataObject
-) -> None:
+def test_what_a_run_has_done_stays_when_it_is_extended(course: tuple[Plan, list[int]], data: st.DataObject) -> None:
     """Whichever checkpoint it goes on from: the steps up to an end are those of the run that ended there."""
     plan, stops = course
     stop = data.draw(st.sampled_from(stops))
@@ -223,12 +221,6 @@ def test_who_runs_what(
         assert forwards(kind.even(global_size, microbatch_size, num_workers, shard)) == expected.split()
 
 
-@pytest.mark.parametrize("shares", [(3,), (1, 2, 2), (5, -1), (0, 0)])
-def test_shares_that_do_not_cover_the_grid_are_refused(shares: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="do not cover a grid of 4"):
-        Plan(global_size=8, microbatch_size=2, shares=shares)
-
-
 @given(plans(), st.data())
 def test_shares_that_change_on_the_way_leave_no_position_out_and_repeat_none(plan: Plan, data: st.DataObject) -> None:
     changes = data.draw(st.lists(st.tuples(st.integers(1, 4), st.permutations(plan.shares)), max_size=4))
@@ -246,7 +238,10 @@ def test_shares_that_change_on_the_way_leave_no_position_out_and_repeat_none(pla
     assert [next(stream, None) for stream in streams] == [None] * len(streams)
 
 
-def test_shares_do_not_change_under_what_has_been_read() -> None:
+def test_shares_cover_the_grid_and_do_not_change_under_what_has_been_read() -> None:
+    for shares in ((3,), (1, 2, 2), (5, -1), (0, 0)):
+        with pytest.raises(ValueError, match="do not cover a grid of 4"):
+            Plan(global_size=8, microbatch_size=2, shares=shares)
     plan = Plan.even(8, 2, 2)
     for _ in plan.stream(0, 1, 3):
         pass
@@ -259,9 +254,7 @@ def test_shares_do_not_change_under_what_has_been_read() -> None:
 
 
 @given(plans(), st.integers(1, 30), st.integers(0, 40), st.frozensets(st.integers(1, 40)))
-def test_no_loader_has_read_a_step_that_is_called_unread(
-    plan: Plan, step: int, num_ahead: int, skip: frozenset[int]
-) -> None:
+def test_no_loader_has_read_an_unread_step(plan: Plan, step: int, num_ahead: int, skip: frozenset[int]) -> None:
     """And the one that is farthest ahead has read the step before, or would with its next microbatch."""
     plan = replace(plan, shard_size=1, skip=skip - {step})
     read = []
@@ -293,8 +286,13 @@ def num_samples_of(plan: Plan, step: int, rank: int) -> int:
 
 @given(even_samples_plans())
 def test_even_samples_plan_runs_every_sample_once(plan: EvenSamplesPlan) -> None:
+    """And gives each microbatch, and each part of one, a number of its own."""
     for step in steps_of(plan):
         assert sorted(positions(run_by_all(plan, step))) == list(range(*plan.positions(step)))
+        run = [each for each in run_by_all(plan, step) if each.weight]
+        assert sorted(each.index for each in run) == list(range(plan.num_microbatches_in(step)))
+        # A loss over the global batch is reported by the rank with the first microbatch, which has the first sample.
+        assert [each.start for each in run if each.index == 0] == [plan.positions(step)[0]]
 
 
 @given(even_samples_plans())
@@ -322,15 +320,6 @@ def test_even_samples_plan_takes_no_longer_than_an_even_one(plan: EvenSamplesPla
             # A rank has one part at most, and runs it first.
             if any(plan.parts(step)):
                 assert {each.stop - each.start for each in run[1:]} <= {plan.microbatch_size}
-
-
-@given(even_samples_plans())
-def test_even_samples_plan_numbers_each_microbatch_and_part_once(plan: EvenSamplesPlan) -> None:
-    for step in steps_of(plan):
-        run = [each for each in run_by_all(plan, step) if each.weight]
-        assert sorted(each.index for each in run) == list(range(plan.num_microbatches_in(step)))
-        # A loss over the global batch is reported by the rank with the first microbatch, which has the first sample.
-        assert [each.start for each in run if each.index == 0] == [plan.positions(step)[0]]
 
 
 @given(even_samples_plans())

@@ -56,14 +56,9 @@ def test_at_a_scale_of_one_what_is_not_finite_is_no_overflow() -> None:
     ],
 )
 def test_a_world_computes_in_what_all_its_gpus_have(kind: Any, gpus: tuple[Gpu, ...], dtype: torch.dtype) -> None:
-    assert build_precision(PrecisionConfig(kind=kind), CUDA, gpus).compute_dtype == dtype
-
-
-@pytest.mark.parametrize("kind", ["auto", "fp32", "bf16", "fp64"])
-def test_the_format_of_parameters_is_known_before_the_world(kind: Any) -> None:
-    config = PrecisionConfig(kind=kind)
-    before = build_precision(config, CUDA)
-    assert [build_precision(config, CUDA, gpus).param_dtype for gpus in ((L4,), (T4,))] == [before.param_dtype] * 2
+    precision, before = (build_precision(PrecisionConfig(kind=kind), CUDA, each) for each in (gpus, ()))
+    assert precision.compute_dtype == dtype
+    assert precision.param_dtype == before.param_dtype, "the format of parameters is known before the world"
 
 
 def with_frozen_base() -> nn.Module:
@@ -78,12 +73,9 @@ def dtypes(model: nn.Module) -> dict[str, set[torch.dtype]]:
     return found
 
 
-def test_a_frozen_part_keeps_its_own_format() -> None:
+def test_a_frozen_part_keeps_its_own_format_unless_results_are_to_be_equal() -> None:
     expected = {"base": {torch.bfloat16, torch.int64}, "head": {torch.float32}}
     assert dtypes(Precision(CPU).convert(with_frozen_base())) == expected
-
-
-def test_all_parts_are_float64_where_results_are_to_be_equal() -> None:
     expected = {"base": {torch.float64, torch.int64}, "head": {torch.float64}}
     assert dtypes(Precision(CPU, torch.float64).convert(with_frozen_base())) == expected
 

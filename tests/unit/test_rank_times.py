@@ -44,20 +44,14 @@ def test_the_slowest_rank_is_the_last_and_times_are_told_ever_more_rarely() -> N
     assert (told[1][1].num_steps, told[1][1].last) == (80, (0, 8, 0))
 
 
-def test_each_attempt_is_told_by_itself() -> None:
+def test_each_attempt_is_told_by_itself_of_the_steps_that_it_has_done() -> None:
+    """While the second one's ranks restore step 1000, they know of none."""
     times = RankTimes()
     assert watch(times, 19, (0.1, 0.2)) == []
-    (told,) = watch(times, 20, (0.2, 0.1), from_s=19, attempt=2)
-    assert (told[0], told[1].attempt, told[1].last) == (39, 2, (4, 0))
-
-
-def test_a_resumed_attempt_is_told_of_the_steps_that_it_has_done() -> None:
-    """While its ranks restore step 1000, they know of none."""
-    times = RankTimes()
     for second in range(5):
-        assert times.look({f"m{rank}": report(rank, 0, {}) for rank in range(2)}, second) is None
-    ((_, told),) = watch(times, 25, (0.1, 0.2), from_s=5, first_step=1000)
-    assert (told.num_steps, told.own_ms, told.last) == (40, (100.0, 200.0), (0, 4))
+        assert times.look({f"m{rank}": report(rank, 0, {}, attempt=2) for rank in range(2)}, 19 + second) is None
+    ((at_s, told),) = watch(times, 25, (0.2, 0.1), from_s=24, attempt=2, first_step=1000)
+    assert (at_s, told.attempt, told.num_steps, told.own_ms, told.last) == (44, 2, 40, (200.0, 100.0), (4, 0))
 
 
 def test_on_gpus_it_is_the_device_that_counts_unless_the_loader_takes_longer() -> None:

@@ -40,7 +40,6 @@ def follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> recorder.Record
 
 
 def test_rank_that_logs_nothing_gathers_nothing(follower: recorder.Recorder) -> None:
-
     def commit(first: int) -> None:
         for step in range(first, first + _STEPS):
             # A number of its own for each step, as in a run.

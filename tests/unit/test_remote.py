@@ -16,12 +16,9 @@ from steadfast.world.groups import interface_of
 PACKAGE = Path(remote.__file__).parents[1]
 
 
-def test_addresses_lead_to_interfaces() -> None:
+def test_addresses_lead_to_interfaces_and_the_autoscalers_node_types_are_counted(tmp_path: Path) -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.1") is None
-
-
-def test_the_autoscalers_node_types_are_counted_without_the_head(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         "head_node_type: head\n"
@@ -30,7 +27,7 @@ def test_the_autoscalers_node_types_are_counted_without_the_head(tmp_path: Path)
         "  big: {resources: {CPU: 8, GPU: 1}, max_workers: 2}\n"
         "  none: {resources: {CPU: 1}}\n"
     )
-    assert startable(config) == [{"CPU": 8, "GPU": 1}] * 2
+    assert startable(config) == [{"CPU": 8, "GPU": 1}] * 2, "without the head"
     assert startable(tmp_path / "there is none") == []
 
 
@@ -49,21 +46,17 @@ def test_a_job_ends_with_the_exit_code_of_its_command(status: str, driver_exit_c
         (["--config", "ddp.yaml", "--cluster", "nowhere.yaml"], "--cluster nowhere.yaml: there is no such file"),
         (["--config", "ddp.yaml", "optimizer.lr=x", "--cluster", "nowhere.yaml"], "optimizer.lr"),
         (["compare", "a", "b", "--html", "x", "--cluster", "nowhere.yaml"], "--html x would be written on the head"),
+        (
+            ["--config", "ddp.yaml", "--cluster", "cluster/aws.yaml"],
+            "--cluster cluster/aws.yaml: Ray needs boto3 to reach aws; pip install 'steadfast[cluster]'",
+        ),
     ],
 )
 def test_a_command_for_a_cluster_is_checked_before_it_goes_anywhere(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(remote, "find_spec", lambda name: None)  # boto3 is not here
     assert main(0.0, arguments) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_what_a_cloud_needs_and_is_not_here_is_told_with_what_brings_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(remote, "find_spec", lambda name: None)
-    assert main(0.0, ["--config", "ddp.yaml", "--cluster", "cluster/aws.yaml"]) == 2
-    said = "--cluster cluster/aws.yaml: Ray needs boto3 to reach aws; pip install 'steadfast[cluster]'"
     assert said in capsys.readouterr().err
 
 

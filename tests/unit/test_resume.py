@@ -70,17 +70,13 @@ def test_copies_of_a_killed_command_are_found_unless_the_run_begins_anew(
             connection, _ = listener.accept()
             assert connection.recv(1000) == b'{"verb": "end"}'
             connection.close()
-
-
-def test_copies_of_a_run_without_a_configuration_are_not_found(directory: RunDirectory, tmp_path: Path) -> None:
-    start_or_resume(parse_config(CONFIG), directory, BEGUN, print)
     key = read_key(directory.store)
-    (tmp_path / "run" / "config.yaml").unlink()
-    start_or_resume(parse_config(CONFIG), directory, BEGUN, print)
-    assert read_key(directory.store) != key
+    directory.store.delete("config.yaml")
+    start_or_resume(parse_config(CONFIG), directory, begun, print)
+    assert read_key(directory.store) != key, "of a run without a configuration they are not found"
 
 
-def finish(directory: RunDirectory, text: str, num_samples: int) -> None:
+def finish(directory: RunDirectory, text: str, num_samples: int = 13) -> None:
     """Leave what a run leaves that has finished with step 13, of so many samples."""
     assert start_or_resume(parse_config(text), directory, BEGUN, print)
     write_ledger(directory.store, ({"step": step, "attempt": 1, "num_samples": 13} for step in range(1, 13)))
@@ -108,12 +104,6 @@ def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: Ru
         config = parse_config(f"batch: {{global_size: 13}}\nrun: {{{text}}}")
         assert start_or_resume(config, directory, BEGUN, print)
         assert directory.amendments().ends == (End(13, 165),)
-
-
-def test_a_run_that_ended_with_a_whole_step_has_nothing_to_tell(directory: RunDirectory) -> None:
-    finish(directory, EPOCHS, 13)
-    assert start_or_resume(parse_config(LONGER), directory, BEGUN, print)
-    assert directory.amendments().ends == ()
 
 
 def test_a_run_whose_ledger_lacks_its_last_steps_is_not_extended(directory: RunDirectory) -> None:
@@ -171,7 +161,7 @@ TENTH = "run: {steps: 13}\nbatch: {global_size: 13, microbatch_size: 13}\noptimi
 def test_a_finished_run_of_other_values_is_a_conflict_that_lists_them(
     directory: RunDirectory, overrides: list[str], told: list[str]
 ) -> None:
-    finish(directory, TENTH, 13)
+    finish(directory, TENTH)
     config = parse_config(TENTH, overrides=overrides)
     with pytest.raises(RunConflict, match="has finished: 13 steps") as refused:
         start_or_resume(config, directory, BEGUN, print)
@@ -185,7 +175,7 @@ def test_a_finished_run_of_other_values_is_a_conflict_that_lists_them(
 
 
 def test_a_finished_run_reports_differences_that_train_the_same_model_in_a_line_each(directory: RunDirectory) -> None:
-    finish(directory, TENTH, 13)
+    finish(directory, TENTH)
     said: list[str] = []
     words = ["logging.every_steps=3", "checkpoint.keep_last=9", "scaling.num_workers=2", "batch.microbatch_size=auto"]
     assert not start_or_resume(parse_config(TENTH, overrides=words), directory, BEGUN, said.append)
@@ -201,10 +191,11 @@ def test_a_finished_run_reports_differences_that_train_the_same_model_in_a_line_
 
 
 def test_a_finished_run_that_is_extended_goes_on_with_other_values(directory: RunDirectory) -> None:
-    finish(directory, TENTH, 13)
+    finish(directory, TENTH)
     config = parse_config(TENTH, overrides=["optimizer.lr=0.5", "run.steps=20"])
     assert start_or_resume(config, directory, BEGUN, print)
     assert directory.stored_config() == config
+    assert directory.amendments().ends == (), "it ended with a whole step"
 
 
 def test_the_number_that_auto_has_chosen_is_no_other_value_of_a_finished_run(directory: RunDirectory) -> None:
@@ -217,23 +208,19 @@ def test_the_number_that_auto_has_chosen_is_no_other_value_of_a_finished_run(dir
         start_or_resume(other, directory, BEGUN, print)
 
 
-def test_a_finished_run_without_its_configuration_says_that_nothing_was_compared(directory: RunDirectory) -> None:
-    finish(directory, TENTH, 13)
-    directory.store.delete("config.yaml")
+def test_a_run_that_has_lost_its_configuration_says_that_nothing_was_compared(directory: RunDirectory) -> None:
     said: list[str] = []
-    assert not start_or_resume(parse_config(TENTH, overrides=["optimizer.lr=0.5"]), directory, BEGUN, said.append)
-    assert said[0] == f"{directory.uri} has no config.yaml: the configurations were not compared"
-
-
-def test_a_run_that_has_lost_its_configuration_is_resumed_and_says_that_nothing_was_compared(
-    directory: RunDirectory,
-) -> None:
-    assert start_or_resume(parse_config(EPOCHS), directory, BEGUN, print)
+    assert start_or_resume(parse_config(TENTH), directory, BEGUN, print)
     Catalog(directory.store).commit(Manifest(5, 1, 1, 0.0, "data", {}))
     directory.store.delete("config.yaml")
-    said: list[str] = []
-    assert start_or_resume(parse_config(EPOCHS), directory, BEGUN, said.append)
-    assert said == [f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations"]
+    assert start_or_resume(parse_config(TENTH), directory, BEGUN, said.append)
+    directory.store.delete("config.yaml")
+    directory.write_summary({"status": "finished", "step": 13, "metrics": {}})
+    assert not start_or_resume(parse_config(TENTH, overrides=["optimizer.lr=0.5"]), directory, BEGUN, said.append)
+    assert said[:2] == [
+        f"{directory.uri} has checkpoints and no config.yaml: resumed without comparing the configurations",
+        f"{directory.uri} has no config.yaml: the configurations were not compared",
+    ]
 
 
 def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(directory: RunDirectory) -> None:

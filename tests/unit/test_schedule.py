@@ -35,11 +35,8 @@ def test_warmup_rises_to_the_peak_and_the_cosine_falls_to_its_floor() -> None:
 
 @pytest.mark.parametrize("config", [COSINE, ConstantConfig(warmup_steps=50)], ids=["cosine", "constant"])
 def test_a_warmup_longer_than_the_run_is_shortened_to_it(config: ScheduleConfig) -> None:
-    assert rates(config, 20) == [step / 20 for step in range(1, 21)]
-
-
-def test_a_warmup_as_long_as_the_run_is_left_alone() -> None:
-    assert rates(COSINE, 50) == [step / 50 for step in range(1, 51)]
+    for num_steps in (20, 50):
+        assert rates(config, num_steps) == [step / num_steps for step in range(1, num_steps + 1)]
 
 
 def rates_of_torch(kind: type[LRScheduler], num_steps: int, **arguments: Any) -> list[float]:

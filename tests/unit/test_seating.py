@@ -1,5 +1,7 @@
 """Who sits where: whole replicas, each where it was and on one node, as far as that goes."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,30 +61,27 @@ def test_every_seat_has_one_member_and_nobody_has_two(
     assert set(whole) <= set(now)
 
 
-def of_two(num_members: int) -> Layout:
-    return layout_of_most(num_members, [Layout(1, shard=2)])
+def membership_of(largest: int, expected: int, sizes: tuple[int, ...]) -> Membership:
+    layout = partial(layout_of_most, replicas=[Layout(1, shard=size) for size in sizes])
+    return Membership(1, largest, expected, settle_s=5.0, gather_s=1.0, layout=layout)
 
 
-def replicas(*members: str, smallest: int = 1, largest: int = 8) -> Membership:
-    """Members on node a, who have formed a world of replicas of two."""
-    membership = Membership(smallest, largest, len(members), settle_s=5.0, gather_s=1.0, layout=of_two)
+def replicas(*members: str, sizes: tuple[int, ...] = (2,)) -> Membership:
+    """Members on node a, who have formed a world of replicas of one of these sizes."""
+    membership = membership_of(8, len(members), sizes)
     for member in members:
         membership.join(member, 0.0, "a")
     assert membership.decide(0.0) == Form(members)
     return membership
 
 
-def test_bounds_are_drawn_in_to_whole_replicas() -> None:
-    membership = Membership(1, 7, 5, settle_s=5.0, gather_s=1.0, layout=of_two)
+def test_bounds_are_drawn_in_to_whole_replicas_and_one_member_alone_is_short_of_one() -> None:
+    membership = membership_of(7, 5, sizes=(2,))
     assert (membership.smallest, membership.largest, membership.expected) == (2, 6, 4)
-    membership.rescale(3, 5)
-    assert (membership.smallest, membership.largest) == (4, 4)
-
-
-def test_one_member_alone_is_short_of_a_replica() -> None:
-    membership = Membership(1, 8, 2, settle_s=5.0, gather_s=1.0, layout=of_two)
     membership.join("x", 0.0, "a")
     assert membership.decide(0.0) == Short(1)
+    membership.rescale(3, 5)
+    assert (membership.smallest, membership.largest) == (4, 4)
 
 
 def test_a_lost_member_costs_its_replica_and_the_other_waits_for_a_third() -> None:
@@ -100,26 +99,15 @@ def test_a_lost_member_costs_its_replica_and_the_other_waits_for_a_third() -> No
     for member in ("y", "z"):
         membership.join(member, 22.0, "a")
     assert membership.decide(22.0) == Form(("y", "z", "x", "v"))
-
-
-def test_less_than_a_replica_is_let_go_when_the_run_stops() -> None:
-    membership = replicas("w", "x")
-    membership.lose("w")
-    membership.join("x", 10.0, "a")
-    assert membership.close() == ["x"]
+    for member in "yzx":
+        membership.lose(member)
+    membership.join("v", 30.0, "a")
+    assert membership.close() == ["v"], "less than a replica is let go when the run stops"
 
 
 def test_one_holder_of_each_part_is_in_a_world_of_another_layout() -> None:
-    def layout(num_members: int) -> Layout:
-        return layout_of_most(num_members, [Layout(1, shard=4), Layout(1, shard=6)])
-
-    membership = Membership(1, 8, 8, settle_s=5.0, gather_s=1.0, layout=layout)
-    members = tuple("abcdefgh")
-    for member in members:
-        membership.join(member, 0.0, "a")
-    assert membership.decide(0.0) == Form(members)
+    membership = replicas(*"abcdefgh", sizes=(4, 6))
     membership.lose("d")  # only h holds the part of d
     for member in "abcefgh":
         membership.join(member, 1.0, "a")
-    formed = membership.decide(1.0)
-    assert sorted(formed.members) == list("abcefh")
+    assert sorted(membership.decide(1.0).members) == list("abcefh")

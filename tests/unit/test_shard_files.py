@@ -72,7 +72,7 @@ def test_columns_choose_the_values(data: Path, kind: str) -> None:
         shards(data, kind, "columns: [no_such]")[5]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "webdataset"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_index_is_made_once_and_anew_for_a_changed_file(data: Path, kind: str, indices: Path) -> None:
     write_shards(data, kind)
     before = shards(data, kind)
@@ -81,17 +81,11 @@ def test_an_index_is_made_once_and_anew_for_a_changed_file(data: Path, kind: str
     assert len(made) == 2
     assert shards(data, kind).digest == before.digest
     assert {path: path.stat().st_mtime_ns for path in indices.iterdir()} == made
-    write_shards(data, kind, (0, FIRST, NUM_SAMPLES - 10))
-    after = shards(data, kind)
-    assert len(after) == NUM_SAMPLES - 10
-    assert fingerprint(after) != mark, "so that a resume refuses the data"
-
-
-def test_a_changed_parquet_has_another_fingerprint(data: Path) -> None:
-    write_shards(data, "parquet")
-    before = fingerprint(shards(data, "parquet", "columns: [label]"))
-    write_shards(data, "parquet", (0, FIRST + 1, NUM_SAMPLES))
-    assert fingerprint(shards(data, "parquet", "columns: [label]")) != before
+    for starts in ((0, FIRST + 1, NUM_SAMPLES), (0, FIRST, NUM_SAMPLES - 10)):
+        write_shards(data, kind, starts)
+        after = shards(data, kind)
+        assert len(after) == starts[-1]
+        assert fingerprint(after) != mark, "so that a resume refuses the data"
 
 
 def test_blocks_are_row_groups_or_runs_of_samples(tmp_path: Path) -> None:
@@ -99,12 +93,12 @@ def test_blocks_are_row_groups_or_runs_of_samples(tmp_path: Path) -> None:
     assert shards(tmp_path / "rows", "parquet").blocks.tolist() == [*range(0, 700, 100)]
     write_shards(tmp_path / "lines", "jsonl")
     assert shards(tmp_path / "lines", "jsonl").blocks.tolist() == [0, 256, 512, 600]
+    with pytest.raises(DataError, match="the dataset has no blocks"):
+        build_order(parse_config("data: {kind: text, order: blocks}").data, Extent(10), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_opens_the_shards_of_its_samples_alone(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_opens_only_shards_of_its_samples(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whichever step a run resumes, it opens no more shards than its samples lie in, and reads each block once."""
     write_shards(tmp_path / "data", kind, tuple(range(0, 701, 50)))
     data = parse_config(f"data: {{kind: {kind}, path: {tmp_path}/data}}").data
@@ -191,14 +185,6 @@ def test_memory_holds_the_blocks_of_a_window_and_a_few_more(data: Path, monkeypa
     assert len(dataset._taken) == len(dataset._blocks) == 16
 
 
-def test_a_missing_package_is_no_damaged_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tarfile.open(data / "0.tar", "w") as tar:
-        add(tar, "0.jpg", b"pixels")
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ConfigError, match=r"data\.kind: needs PIL: pip install 'steadfast\[vision\]'"):
-        shards(data, "webdataset")[0]
-
-
 def test_few_files_are_open_at_a_time(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.data.shard_files._OPEN_FILES", 3)
     write_shards(data, "jsonl", tuple(range(0, 701, 100)))
@@ -253,22 +239,22 @@ def test_columns_of_parquet_make_the_batch_that_their_samples_make(data: Path, a
     assert found[0].tolist() == [[250, -250], [7, -7], [130, -130], [8, -8], [251, -251]]
 
 
-def test_lists_of_other_lengths_in_another_row_group_are_told(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+def test_lists_of_other_lengths_in_another_row_group_are_told(data: Path) -> None:
     table = pa.table({"tokens": [[1, 2]] * 10 + [[1, 2, 3]] * 10})
-    parquet.write_table(table, tmp_path / "data" / "0.parquet", row_group_size=10)
-    data = parse_config(
-        f"data: {{kind: parquet, path: {tmp_path}/data, validation_fraction: 0, order: sequential}}"
-    ).data
-    dataset = build_dataset(data)
-    loader = Loader(dataset, build_order(data, Extent.of(dataset), 1), data, torch.device("cpu"))
+    parquet.write_table(table, data / "0.parquet", row_group_size=10)
+    words = f"{{kind: parquet, path: {data}, validation_fraction: 0, order: sequential}}"
+    config = parse_config(f"data: {words}").data
+    dataset = build_dataset(config)
+    loader = Loader(dataset, build_order(config, Extent.of(dataset), 1), config, torch.device("cpu"))
     loader.fetch(Microbatch(1, 0, 0, 4, 1))
     for start in (8, 10):  # within a batch, and a batch of its own
         with pytest.raises(DataError, match=r"sample 10 is \(tokens: int64 \(3,\)\), expected .*int64 \(2,\)"):
             loader.fetch(Microbatch(1, 0, start, start + 4, 1))
 
 
-def test_images_of_a_tar_are_tensors(data: Path) -> None:
+def test_images_of_a_tar_are_tensors_and_a_missing_package_is_no_damaged_file(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = io.BytesIO()
     Image.new("RGB", (4, 3), (255, 0, 0)).save(image, "png")
     with tarfile.open(data / "0.tar", "w") as tar:
@@ -277,6 +263,9 @@ def test_images_of_a_tar_are_tensors(data: Path) -> None:
     sample = shards(data, "webdataset")[0]
     assert sample["png"].shape == (3, 3, 4)
     assert sample["json"] == {"class": 3}
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ConfigError, match=r"data\.kind: needs PIL: pip install 'steadfast\[vision\]'"):
+        shards(data, "webdataset")[0]
 
 
 def test_empty_lines_and_a_missing_last_end_are_no_samples(data: Path) -> None:
@@ -353,8 +342,3 @@ def test_an_epoch_in_blocks_reads_few_blocks_at_a_time_and_is_another_each_time(
     assert len(np.unique(ids[:1600] // 100)) == 16
     assert not np.array_equal(ids[:100_000], ids[100_000:])
     assert np.abs(np.diff(ids[:1600])).mean() > 1000
-
-
-def test_blocks_need_a_dataset_that_has_some(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the dataset has no blocks"):
-        build_order(parse_config("data: {kind: text, order: blocks}").data, Extent(10), 1)

@@ -18,6 +18,7 @@ from steadfast.world.runtime import World
 
 State = dict[str, Any]  # of tensors, and of more of the same
 
+ROWS = Shard("w", torch.ones(2, 3), (4, 3), (0, 0))  # two of four
 STATE: State = {
     "model": {
         "weight": torch.arange(35, dtype=torch.float32).view(7, 5),
@@ -99,81 +100,53 @@ def test_a_file_is_plain_safetensors() -> None:
 
 def test_a_copy_is_a_copy_and_its_memory_is_used_again() -> None:
     tensor = torch.ones(4)
-    copy = StagingBuffer()
-    copy.fill([Shard("w", tensor, (4,), (0,))])
+    shards, copy = [Shard("w", tensor, (4,), (0,))], StagingBuffer()
+    copy.reserve(shards)
+    copy.fill(shards)
     tensor.zero_()
+    copy.reserve(shards)  # of a survivor's next attempt, while the copy is still on its way to storage
     assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [1.0] * 4
     copy.fill([Shard("w", tensor[:2], (2,), (0,))])
     assert safetensors.torch.load(b"".join(copy.chunks()))["w"].tolist() == [0.0] * 2
 
 
-def test_to_make_room_again_leaves_a_copy_as_it_is() -> None:
-    """A survivor begins its next attempt while the copy of the last one is still on its way to storage."""
-    copy, shards = StagingBuffer(), [Shard("w", torch.ones(4), (4,), (0,))]
-    copy.reserve(shards)
-    copy.fill(shards)
-    file = b"".join(copy.chunks())
-    copy.reserve(shards)
-    assert b"".join(copy.chunks()) == file
-
-
 def test_one_part_is_read_whole_by_its_own_names() -> None:
     store, names = written(3)
     model = whole_tensors(reads_of(store, names), "model")
-    assert {name: tensor.shape for name, tensor in model.items()} == {
-        name: tensor.shape for name, tensor in STATE["model"].items()
-    }
-    assert torch.equal(model["weight"], STATE["model"]["weight"])
-
-
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [
-        (Shard("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
-        (Shard("w", torch.zeros(2), (3,), (0,)), r"w is \[2\] there, \[3\] here"),
-    ],
-)
-def test_another_model_is_told(target: Shard, said: str) -> None:
-    store = MemoryStore()
-    store.files["f"] = staged([Shard("w", torch.ones(2), (2,), (0,))])
-    with pytest.raises(StorageError, match=said):
-        load_shards(reads_of(store, ["f"]), [target])
-
-
-def test_a_hole_is_told() -> None:
-    store = MemoryStore()
-    store.files["f"] = staged([Shard("w", torch.ones(2, 3), (4, 3), (0, 0))])
-    with pytest.raises(StorageError, match="lacks 3 of the numbers of w"):
-        load_shards(reads_of(store, ["f"]), [Shard("w", torch.zeros(2, 3), (4, 3), (1, 0))])
-
-
-def test_the_header_says_where_a_shard_belongs() -> None:
-    store, names = written(3)
+    assert model.keys() == STATE["model"].keys()
+    assert all(torch.equal(tensor, STATE["model"][name]) for name, tensor in model.items())
     header = json.loads(store.files[names[1]][8 : 8 + int.from_bytes(store.files[names[1]][:8], "little")])
     assert json.loads(header["__metadata__"]["boxes"])["model.weight"] == [[7, 5], [3, 0]]
 
 
-def test_a_tensor_that_holds_nothing_is_a_part_of_the_state() -> None:
-    state = {"model": {"weight": torch.ones(2), "nothing": torch.empty(0, 3)}}
-    shards = shards_to_write(state, ranks_of_two_shards()[0])
+@pytest.mark.parametrize(
+    ("stored", "target", "said"),
+    [
+        (Shard("w", torch.ones(2), (2,), (0,)), Shard("model.other", torch.zeros(2), (2,), (0,)), "of another model"),
+        (
+            Shard("w", torch.ones(2), (2,), (0,)),
+            Shard("w", torch.zeros(2), (3,), (0,)),
+            r"w is \[2\] there, \[3\] here",
+        ),
+        (ROWS, Shard("w", torch.zeros(2, 3), (4, 3), (1, 0)), "lacks 3 of the numbers of w"),
+    ],
+)
+def test_another_model_or_a_hole_is_told(stored: Shard, target: Shard, said: str) -> None:
     store = MemoryStore()
-    store.files["rank-0"] = staged(shards)
-    load_shards(reads_of(store, ["rank-0"]), shards_of(empty(state)))
-    assert whole_tensors(reads_of(store, ["rank-0"]), "model")["nothing"].shape == (0, 3)
-    assert safetensors.torch.load(store.files["rank-0"])["model.nothing"].shape == (0, 3)
-
-
-def test_who_does_not_write_replicas_writes_shards_alone() -> None:
-    assert shards_to_write(STATE, ranks_of_two_shards()[1]) == []
-
-
-def ranks_of_two_shards() -> list[World]:
-    return [World(rank, 2, 1, SimpleNamespace(), replica_size=2) for rank in range(2)]  # type: ignore[arg-type]
+    store.files["f"] = staged([stored])
+    with pytest.raises(StorageError, match=said):
+        load_shards(reads_of(store, ["f"]), [target])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
-def test_unsigned_numbers_are_numbers(dtype: torch.dtype) -> None:
-    state = {"model": {"ids": torch.arange(5).to(dtype)}}
+def test_unsigned_numbers_and_tensors_that_hold_nothing_are_parts_of_the_state(dtype: torch.dtype) -> None:
+    state = {"model": {"ids": torch.arange(5).to(dtype), "nothing": torch.empty(0, 3)}}
+    ranks = [World(rank, 2, 1, SimpleNamespace(), replica_size=2) for rank in range(2)]  # type: ignore[arg-type]
+    assert shards_to_write(state, ranks[1]) == [], "it does not write replicas"
     store = MemoryStore()
-    store.files["rank-0"] = staged(shards_to_write(state, ranks_of_two_shards()[0]))
-    assert torch.equal(whole_tensors(reads_of(store, ["rank-0"]), "model")["ids"], state["model"]["ids"])
+    store.files["rank-0"] = staged(shards_to_write(state, ranks[0]))
+    load_shards(reads_of(store, ["rank-0"]), shards_of(empty(state)))
+    model = whole_tensors(reads_of(store, ["rank-0"]), "model")
+    assert torch.equal(model["ids"], state["model"]["ids"])
+    assert model["nothing"].shape == (0, 3)
+    assert safetensors.torch.load(store.files["rank-0"])["model.nothing"].shape == (0, 3)

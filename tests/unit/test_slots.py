@@ -32,10 +32,14 @@ from steadfast.orchestration.trainer import LeanTrainer, SlotTrainer
 
 
 class Group(SlotWorkerGroup):
-    """Slots whose keepers do nothing."""
+    """Slots whose keepers do nothing, with workers on these nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *nodes: str, quarantine: Quarantine | None = None) -> None:
+        self._quarantine = quarantine or Quarantine()
+        self._coordinator = Mock()
         self._slots = []
+        for index, node in enumerate(nodes):
+            self._slots.append(_Slot(index, worker=SimpleNamespace(metadata=SimpleNamespace(node_id=node))))
 
     def _keep(self, slot: Any) -> None:
         slot.closed.wait(20)
@@ -56,15 +60,6 @@ def test_only_some_slots_wait_for_room_at_a_time_whatever_is_asked_for(count: in
         slot.closed.set()
 
 
-class Answers:
-    """Stands for the coordinator: which nodes have had a worker that computed wrongly, and what it was told."""
-
-    def __init__(self, nodes: list[str]) -> None:
-        self.told: list[Any] = []
-        self.corrupted_nodes = SimpleNamespace(remote=lambda: nodes)
-        self.publish = SimpleNamespace(remote=self.told.append)
-
-
 @pytest.mark.parametrize(
     ("nodes", "others", "avoided"),
     [(["bad"], ["good"], ["bad"]), ([], ["good"], []), (["bad"], ["bad"], []), (["other"], ["good"], [])],
@@ -72,28 +67,16 @@ class Answers:
 def test_a_node_whose_worker_has_computed_wrongly_gets_no_other_where_there_is_another_node(
     nodes: list[str], others: list[str], avoided: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = Group()
-    group._quarantine = Quarantine()
-    group._coordinator = Answers(nodes)
-    monkeypatch.setattr("ray.get", lambda answer, timeout: answer)
-    for index, node in enumerate(others):
-        slot = _Slot(index, worker=SimpleNamespace(metadata=SimpleNamespace(node_id=node)))
-        group._slots.append(slot)
+    group = Group(*others)
+    monkeypatch.setattr("ray.get", lambda answer, timeout: nodes)
     group._record_death("bad", lived_s=1000.0)
     assert group._quarantine.avoided(time.monotonic()) == avoided
-    assert [event.node for event in group._coordinator.told] == avoided
+    assert [call.args[0].node for call in group._coordinator.publish.remote.call_args_list] == avoided
 
 
 def test_a_coordinator_that_is_away_leaves_a_death_to_be_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Group()
-    group._quarantine = Quarantine(failures=1)
-    group._coordinator = Answers([])
-
-    def away(answer: Any, timeout: float) -> Any:
-        raise GetTimeoutError
-
-    monkeypatch.setattr("ray.get", away)
-    group._slots.append(_Slot(0, worker=SimpleNamespace(metadata=SimpleNamespace(node_id="good"))))
+    group = Group("good", quarantine=Quarantine(failures=1))
+    monkeypatch.setattr("ray.get", Mock(side_effect=GetTimeoutError))
     group._record_death("bad", lived_s=1.0)
     assert group._quarantine.avoided(time.monotonic()) == ["bad"]
 

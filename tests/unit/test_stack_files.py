@@ -7,18 +7,13 @@ from steadfast.orchestration.stack_files import StackFiles
 from steadfast.storage import LocalStore
 
 
-def test_collectives_are_written_by_rank_as_torchs_tool_reads_them(tmp_path: Path) -> None:
+def test_stacks_and_collectives_are_written_the_latter_as_torchs_tool_reads_them(tmp_path: Path) -> None:
     files = StackFiles(LocalStore(tmp_path))
     for rank, name in ((1, "b"), (0, "a")):
         progress = {"attempt": 1, "rank": rank}
         files.write(name, {"progress": progress, "collectives": pack(f"of {name}".encode())}, attempt=1)
+    files.write("a", {"stacks": "File x, line 1"}, attempt=1)
     files._thread.shutdown()
     folder = tmp_path / "stacks" / "attempt-1-collectives"
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"rank-0": "of a", "rank-1": "of b"}
-
-
-def test_stacks_are_written_beside_the_event_loop(tmp_path: Path) -> None:
-    files = StackFiles(LocalStore(tmp_path))
-    files.write("a", {"stacks": "File x, line 1"}, attempt=1)
-    files._thread.shutdown()
     assert (tmp_path / "stacks" / "attempt-1-a.txt").read_text() == "File x, line 1"

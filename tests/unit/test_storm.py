@@ -50,13 +50,10 @@ def test_the_storms_differ_in_how_regular_they_are() -> None:
     assert (min(gaps(uniform(15.0, 600))), max(gaps(uniform(15.0, 600)))) == pytest.approx((11.25, 18.75), rel=0.01)
     assert set(gaps(notices(15.0, 600), 20)) == {15.0}
     assert not list(calm(600).strikes(1))
-
-
-def test_a_trace_keeps_its_bursts_at_the_mean_that_is_asked_for() -> None:
-    found = gaps(spot_trace(15.0, 600))
-    assert statistics.mean(found) == pytest.approx(15.0)
-    assert min(found) < 2.0
-    assert max(found) > 60.0
+    bursts = gaps(spot_trace(15.0, 600))
+    assert statistics.mean(bursts) == pytest.approx(15.0)
+    assert min(bursts) < 2.0
+    assert max(bursts) > 60.0
 
 
 def test_faults_come_in_the_shares_of_the_mix_or_each_in_turn() -> None:
@@ -100,10 +97,16 @@ def test_an_outcome_counts_wasted_steps_and_relates_the_time_to_that_of_undistur
     assert outcome.resumed_from_steps == [0, 1, 3]
 
 
-def test_a_line_that_every_group_has_written_is_one_step(tmp_path: Path) -> None:
+def test_a_line_that_every_group_has_written_is_one_step_and_without_the_last_one_there_is_no_ratio(
+    tmp_path: Path,
+) -> None:
     ledger = lines((1, 10.0, 1, 2), (1, 10.1, 1, 2), (2, 11.0, 1, 2), (2, 11.1, 1, 2))
-    outcome = storm_run(tmp_path, ledger)._outcome(poisson(15.0, 2), began_s=5.0)
+    run = storm_run(tmp_path, ledger)
+    outcome = run._outcome(poisson(15.0, 2), began_s=5.0)
     assert (outcome.executed_steps, outcome.wasted_steps, outcome.mean_step_time_s) == (2, 0, 1.0)
+    outcome = run._outcome(poisson(15.0, 4), began_s=5.0)
+    assert (outcome.ettr, outcome.wall_s, outcome.note) == (None, None, "stopped at step 2")
+    assert "stopped at step 2" in table([outcome])
 
 
 def test_a_stall_is_the_longest_wait_for_a_new_step_after_a_fault_that_is_seen_at_once(tmp_path: Path) -> None:
@@ -113,14 +116,6 @@ def test_a_stall_is_the_longest_wait_for_a_new_step_after_a_fault_that_is_seen_a
     assert run._stall_s(1.0) == pytest.approx(2.5), "step 3 was done again, which is no progress"
     run._struck = [(12.5, "hang")]
     assert run._stall_s(1.0) is None
-
-
-def test_an_outcome_before_the_last_step_has_no_ratio(tmp_path: Path) -> None:
-    outcome = storm_run(tmp_path, lines((1, 10.0, 1, 2), (2, 11.0, 1, 2)))._outcome(poisson(15.0, 4), began_s=5.0)
-    assert outcome.ettr is None
-    assert outcome.wall_s is None
-    assert outcome.note == "stopped at step 2"
-    assert "stopped at step 2" in table([outcome])
 
 
 @pytest.mark.parametrize(
@@ -140,28 +135,22 @@ def test_an_outcome_before_the_last_step_has_no_ratio(tmp_path: Path) -> None:
 def test_a_claim_that_does_not_hold_is_told(change: dict[str, Any], sentence: str) -> None:
     assert not broken([GOOD])
     assert not broken([replace(GOOD, contender="torchrun", **change)]), "others claim nothing"
+    assert not broken([replace(GOOD, wasted_steps=26, strikes=[(2.0, "bit flip")])]), "since the newest checkpoint"
     (told,) = broken([replace(GOOD, **change)])
     assert sentence in told
     assert told.startswith("steadfast, Poisson, mean 15 s: ")
 
 
-def test_a_wrong_weight_may_cost_the_steps_since_the_newest_checkpoint() -> None:
-    assert not broken([replace(GOOD, wasted_steps=26, strikes=[(2.0, "bit flip")])])
-
-
-def test_the_table_has_each_figure_or_a_reason() -> None:
+def test_the_table_has_each_figure_or_a_reason_and_the_page_a_line_for_each_contender() -> None:
     lines = table([GOOD, replace(GOOD, contender="torchft", wall_s=None, note="torchft is not installed")]).splitlines()
     assert lines[0].split() == ["storm", "contender", *COLUMNS]
     assert lines[2].split()[:2] == ["torchft", "-"]
     assert "torchft, Poisson, mean 15 s: torchft is not installed" in lines
     assert "step_overhead -: measured without faults only" in lines
-
-
-def test_the_page_draws_a_line_for_each_contender_and_a_tick_for_each_fault() -> None:
     facts = {"seed": 1, "machine": "2 cores", "versions": {"torch": "2.13.0"}}
     found = page([GOOD, replace(GOOD, contender="torchrun", strikes=[])], facts)
     assert found.count("<polyline") == 2
-    assert found.count("<title>steadfast: ") == 2
+    assert found.count("<title>steadfast: ") == 2, "a tick for each fault"
     assert "2 cores; torch 2.13.0; seed 1" in found
 
 

@@ -43,9 +43,6 @@ def append(path: Path, *lines: dict[str, Any]) -> None:
 def test_control_characters_are_replaced_and_lines_stay() -> None:
     assert printable(EVIL) == SHOWN
     assert printable("a\tb\nc é 漢 \ud800") == "a\tb\nc é 漢 \ufffd"
-
-
-def test_the_console_shows_text_without_control_characters() -> None:
     file = io.StringIO()
     Console(file=file).line(EVIL)
     assert file.getvalue() == f"{SHOWN}\n"
@@ -135,16 +132,9 @@ def report_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
-def test_a_report_does_not_follow_links(tmp_path: Path, name: str) -> None:
-    directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
-    directory.write_config(Config())
-    link(tmp_path / "run" / name)
-    page = report_of(tmp_path / "run")
-    assert "of another user" not in page
-    assert ("the file is a link, which is not followed" in page) is (name == "config.yaml")
-
-
-def test_a_report_shows_what_was_read_from_the_configuration(tmp_path: Path) -> None:
+def test_a_report_shows_what_was_read_from_the_configuration_and_does_not_follow_links(
+    tmp_path: Path, name: str
+) -> None:
     directory = run_at(tmp_path / "run", os.getpid(), started(), FIRST)
     directory.write_config(Config())
     with (tmp_path / "run" / "config.yaml").open("a") as file:
@@ -152,6 +142,10 @@ def test_a_report_shows_what_was_read_from_the_configuration(tmp_path: Path) -> 
     page = report_of(tmp_path / "run")
     assert "global_size" in page
     assert "words that are no configuration" not in page
+    link(tmp_path / "run" / name)
+    page = report_of(tmp_path / "run")
+    assert "of another user" not in page
+    assert ("the file is a link, which is not followed" in page) is (name == "config.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -165,9 +159,7 @@ NUMBERS: list[Any] = [NAN, float("inf"), 1e300, -1e18, 10**400, 10**30, -5, None
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
-def test_times_and_counts_that_cannot_be_end_no_verb(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
-) -> None:
+def test_impossible_numbers_end_no_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any) -> None:
     folder = tmp_path / "run"
     run_at(folder, os.getpid(), started(), FIRST)
     first = {**FIRST.to_line(), "attempt": 2, "time_s": NOW_S}

@@ -19,15 +19,7 @@ from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
 from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.run.directory import STEPS, RunDirectory
-from steadfast.run.events import (
-    AttemptEnded,
-    AttemptStarted,
-    Checkpoint,
-    Failure,
-    Notice,
-    RunStarted,
-    Scale,
-)
+from steadfast.run.events import AttemptEnded, AttemptStarted, Checkpoint, Failure, Notice, RunStarted, Scale
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.events import LOG, changed, event_lines
@@ -119,9 +111,7 @@ async def soon(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
-def test_workers_that_come_back_go_on_in_their_world_and_nobody_is_told_anything(
-    tmp_path: Path, kind: type[Coordinator]
-) -> None:
+def test_workers_that_come_back_go_on_in_their_world_untold(tmp_path: Path, kind: type[Coordinator]) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
@@ -188,7 +178,7 @@ def test_a_world_of_which_nobody_was_told_before_the_coordinator_died_does_not_c
     assert play(tmp_path, story).told("failure") == []
 
 
-def test_while_all_others_train_nobody_is_taken_for_dead(tmp_path: Path) -> None:
+def test_while_all_others_train_nobody_is_taken_for_dead_and_if_none_comes_back_newcomers_begin(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
@@ -198,6 +188,9 @@ def test_while_all_others_train_nobody_is_taken_for_dead(tmp_path: Path) -> None
         assert not slots.done()
         assert await line.come_back("c") == [True]
         assert await slots == 3
+        await line.die()
+        await line.form("d", "e", "f")
+        assert {place.attempt for place in line.places.values()} == {2}
 
     assert play(tmp_path, story).told("failure") == []
 
@@ -218,16 +211,6 @@ def test_a_world_that_formed_as_the_coordinator_died_forms_again(tmp_path: Path)
         assert {answer.attempt for answer in answers if not isinstance(answer, Leave)} == {3}
 
     assert play(tmp_path, story).told("failure") == []
-
-
-def test_nobody_comes_back_so_newcomers_begin(tmp_path: Path) -> None:
-    async def story(line: Line) -> None:
-        await line.form("c", "b", "a")
-        await line.die()
-        await line.form("d", "e", "f")
-        assert {place.attempt for place in line.places.values()} == {2}
-
-    play(tmp_path, story)
 
 
 def test_bounds_budgets_failures_and_numbers_of_events_are_kept(tmp_path: Path) -> None:
@@ -304,9 +287,7 @@ def test_events_that_the_driver_has_shown_are_forgotten(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_storage_that_hangs_does_not_keep_the_coordinator_from_answering(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_answers_while_storage_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
 
     def hang(*_: object) -> Any:

@@ -80,7 +80,9 @@ def test_an_error_in_the_users_module_is_told_as_it_is_with_its_line(
     assert "mine" not in sys.modules
 
 
-def test_a_users_package_called_app_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_package_called_app_is_loaded_and_without_one_it_is_the_former_name_of_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "net.py").write_text("def build(): return 3\n")
     monkeypatch.chdir(tmp_path)
@@ -90,22 +92,14 @@ def test_a_users_package_called_app_is_loaded(tmp_path: Path, monkeypatch: pytes
         load_target("app.nothing:build")
     for name in ("app", "app.net"):
         del sys.modules[name]
-
-
-def test_a_target_with_the_former_name_of_this_package_is_loaded_with_advice(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setitem(sys.modules, "app", None)  # as if no such package were installed
     assert load_target("app.models.gpt:Gpt") is Gpt
-    assert caplog.messages == [
-        "app.models.gpt is called steadfast.models.gpt since version 0.3: change the configuration"
-    ]
+    (told,) = caplog.messages
+    assert told == "app.models.gpt is called steadfast.models.gpt since version 0.3: change the configuration"
 
 
 @pytest.mark.parametrize("target", ["steadfast.net:build", "steadfast.models:build"])
-def test_a_users_package_of_the_name_of_ours_is_told_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
-) -> None:
+def test_a_package_called_steadfast_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as without:
         load_target(target)

@@ -110,18 +110,14 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(plan: dict[str, str] | No
         layers_of_plan(Net(), plan, size)
 
 
-def test_weights_that_are_split_and_whole_at_once_are_refused() -> None:
-    model = Net()
-    model.last.weight = model.layers[0].up.weight  # type: ignore[assignment]
-    with pytest.raises(UsageError, match=r"layers\.0\.up shares its weights with last"):
-        layers_of_plan(model, PLAN, 2)
-
-
-def test_a_style_of_hugging_face_that_is_not_known_is_refused_by_name() -> None:
+def test_a_model_whose_weights_are_tied_or_whose_style_is_not_known_is_refused() -> None:
     model: Any = Net()
     model._tp_plan = {"layers.*.up": "colwise", "layers.*.experts": "grouped_gemm"}
     with pytest.raises(UsageError, match=r"has grouped_gemm for layers\.\*\.experts. Give parallel\.plan"):
         layers_of_plan(model, None, 2)
+    model.last.weight = model.layers[0].up.weight
+    with pytest.raises(UsageError, match=r"layers\.0\.up shares its weights with last"):
+        layers_of_plan(model, PLAN, 2)
 
 
 class Scaled(Layer):
@@ -155,12 +151,7 @@ class Counting(Layer):
 
 def between(compute: Callable[[Tensor, Tensor], Tensor]) -> type[Layer]:
     """Return a layer that computes this of its input and of its column's results."""
-
-    class Between(Layer):
-        def between(self, x: Tensor, hidden: Tensor) -> Tensor:
-            return compute(x, hidden)
-
-    return Between
+    return type("Between", (Layer,), {"between": lambda self, x, hidden: compute(x, hidden)})
 
 
 @pytest.mark.parametrize(
@@ -240,24 +231,23 @@ def worlds_of_eight(**sizes: int) -> list[World]:
     return [World(rank, 8, 1, SimpleNamespace(), **sizes) for rank in range(8)]  # type: ignore[arg-type]
 
 
-def test_ranks_of_a_tensor_group_read_the_same_samples_and_one_of_them_counts() -> None:
-    worlds = worlds_of_eight(replica_size=4, tensor_size=2)
-    assert [world.data_rank for world in worlds] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [world.shard for world in worlds] == [0, 0, 1, 1] * 2
-    assert [world.counts for world in worlds] == [True, False] * 4
+@pytest.mark.parametrize(
+    ("kind", "sizes", "data_ranks", "counts"),
+    [
+        ("shard", {}, [0, 0, 1, 1, 2, 2, 3, 3], [True, False] * 4),
+        ("stage", {"stages": 2}, [0, 0, 0, 0, 1, 1, 1, 1], [False, False, True, False] * 2),
+    ],
+)
+def test_ranks_with_one_part_are_a_line_and_one_of_those_that_read_the_same_samples_counts(
+    kind: str, sizes: dict[str, int], data_ranks: list[int], counts: list[bool]
+) -> None:
+    worlds = worlds_of_eight(replica_size=4, tensor_size=2, **sizes)
+    assert [world.data_rank for world in worlds] == data_ranks
+    assert [getattr(world, kind) for world in worlds] == [0, 0, 1, 1] * 2
+    assert [world.counts for world in worlds] == counts
     assert worlds[7].lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert worlds[7].lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert worlds[7].lines(kind) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert worlds[7].lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
-def test_a_rank_of_a_stage_sends_to_the_rank_with_its_part_and_one_of_the_last_stage_counts() -> None:
-    worlds = worlds_of_eight(replica_size=4, stages=2, tensor_size=2)
-    assert [world.data_rank for world in worlds] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [world.stage for world in worlds] == [0, 0, 1, 1] * 2
-    assert [world.counts for world in worlds] == [False, False, True, False] * 2
-    assert worlds[0].lines("stage") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert worlds[0].lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert worlds[0].lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 @pytest.fixture

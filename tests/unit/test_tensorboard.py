@@ -22,14 +22,19 @@ def drawn(folder: Path) -> Any:
     return found
 
 
-def test_tensorboard_draws_a_step_done_again_once(tmp_path: Path) -> None:
+def test_tensorboard_draws_a_step_done_again_once_and_an_image_of_a_hook(tmp_path: Path) -> None:
     for first_step, value in ((1, 1.0), (3, 2.0)):
         trackers = build_trackers(parse_config(""), LocalStore(tmp_path), first_step)
         for step in range(first_step, 5):
             trackers.record(changed(LOG, step=step, total_steps=4, loss=value))
+        if first_step == 3:
+            trackers.log(3, {"hooks/face": np.zeros((4, 5, 3))})
         trackers.close()
-    points = [(point.step, point.value) for point in drawn(tmp_path).Scalars("train/loss")]
+    found = drawn(tmp_path)
+    points = [(point.step, point.value) for point in found.Scalars("train/loss")]
     assert points == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    (image,) = found.Images("hooks/face")
+    assert (image.step, image.height, image.width) == (3, 4, 5)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorboard")]
 
 
@@ -49,11 +54,3 @@ def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_
     written = found.Tensors("configuration/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "global_size: 48" in written
     assert "hidden" not in written
-
-
-def test_tensorboard_draws_an_image_of_a_hook(tmp_path: Path) -> None:
-    trackers = build_trackers(parse_config(""), LocalStore(tmp_path), 1)
-    trackers.log(3, {"hooks/face": np.zeros((4, 5, 3))})
-    trackers.close()
-    (image,) = drawn(tmp_path).Images("hooks/face")
-    assert (image.step, image.height, image.width) == (3, 4, 5)

@@ -18,11 +18,7 @@ def test_each_limit_is_longer_than_the_one_that_should_have_helped_before_it(sil
     ]
     assert limits == sorted(set(limits))
     assert timeouts.silence_s >= 3 * timeouts.heartbeat_s  # two late heartbeats are not a death
-
-
-@pytest.mark.parametrize("silence_s", [0.5, 5.0, 60.0])
-def test_workers_of_a_large_world_send_fewer_heartbeats_and_still_three_within_the_limit(silence_s: float) -> None:
-    timeouts = Timeouts(silence_s)
+    # Workers of a large world send fewer heartbeats, and still three within the limit.
     assert timeouts.heartbeat_of(200) == timeouts.heartbeat_s
     assert timeouts.heartbeat_s <= timeouts.heartbeat_of(4000) <= timeouts.heartbeat_of(10_000) <= silence_s / 3
 

@@ -61,9 +61,7 @@ def expected(tokenizer: Path, documents: list[str]) -> list[int]:
     return found
 
 
-def test_documents_of_each_format_are_written_in_order(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_formats_are_written_in_order(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [
         write(tmp_path / "a.jsonl", PAGES[:5]),
         write(tmp_path / "b.parquet", PAGES[5:9]),
@@ -73,11 +71,11 @@ def test_documents_of_each_format_are_written_in_order(
     assert np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist() == expected(tokenizer, PAGES[:10])
     assert "data: {kind: tokens, path: tokens.bin, dtype: uint16, end_token: 0}" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "b.parquet", "c.txt", "tokens.bin"}
+    assert run(tmp_path / "none.txt", "--tokenizer", tokenizer, "--out", "other.bin") == 2
+    assert "none.txt cannot be read" in capsys.readouterr().err
 
 
-def test_the_same_command_goes_on_after_an_interruption(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_command_goes_on(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [write(tmp_path / "a.jsonl", PAGES[:20]), write(tmp_path / "b.jsonl", PAGES[20:30])]
     monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 1)
     monkeypatch.setattr(tokenize, "_PROGRESS_S", -1.0)
@@ -139,6 +137,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         ("a.jsonl", b"\n", [], "there is no text"),
         ("a.txt", b"x", ["--end-token", "<none>"], "the tokenizer has no such token"),
         ("a.txt", b"x", ["--tokenizer", "no.json"], "--tokenizer no.json: cannot be read"),
+        ("a.txt", b"x", ["--out", "a.txt"], "already exists"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -156,15 +155,6 @@ def test_bad_input_is_one_line(
     assert said.count("\n") == 1
     assert re.search(sentence, said)
     assert not (tmp_path / "tokens.bin").exists()
+    assert (tmp_path / name).read_bytes() == content, "nothing is overwritten"
     if sentence == "there is no text":
         assert not list(tmp_path.glob("tokens.bin*"))
-
-
-def test_nothing_is_overwritten(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "tokens.bin").write_text("kept")
-    file = write(tmp_path / "a.txt", PAGES[:1])
-    assert run(file, "--tokenizer", tokenizer, "--out", "tokens.bin") == 2
-    assert "already exists" in capsys.readouterr().err
-    assert (tmp_path / "tokens.bin").read_text() == "kept"
-    assert run(tmp_path / "none.txt", "--tokenizer", tokenizer, "--out", "other.bin") == 2
-    assert "none.txt cannot be read" in capsys.readouterr().err

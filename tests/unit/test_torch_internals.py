@@ -52,13 +52,10 @@ def test_each_private_name_is_used_in_one_module_that_is_known_here() -> None:
     }
 
 
-def test_the_default_group_may_be_replaced_for_a_while() -> None:
+def test_the_default_group_may_be_replaced_for_a_while_and_names_of_groups_follow_from_a_count() -> None:
     assert isinstance(type(distributed_c10d._world).default_pg, property)
     assert isinstance(distributed_c10d._world.pg_map, dict)
     assert isinstance(distributed_c10d._world.pg_group_ranks, dict)
-
-
-def test_names_of_groups_follow_from_the_count_that_is_reset() -> None:
     assert isinstance(distributed_c10d._world.group_count, int)
     assert "group_count" in inspect.getsource(distributed_c10d._process_group_name)
 
@@ -123,19 +120,19 @@ def test_a_unit_of_fsdp_keeps_the_gradients_of_several_backwards_in_the_format_o
         (group,) = unit._get_fsdp_state()._fsdp_param_groups
         assert len(group.fsdp_params) == 2
         for param in group.fsdp_params:
-            assert param.unsharded_param.dtype == torch.bfloat16
-            assert param.reduce_dtype == torch.float32
             assert isinstance(param, FSDPParam)
             assert param.unsharded_accumulated_grad is not None
-            assert param.unsharded_accumulated_grad.dtype == torch.float32
+            formats = param.unsharded_param.dtype, param.reduce_dtype, param.unsharded_accumulated_grad.dtype
+            assert formats == (torch.bfloat16, torch.float32, torch.float32)
     finally:
         dist.destroy_process_group()
 
 
-def test_what_the_allocator_of_cuda_remembers() -> None:
+def test_what_the_allocator_of_cuda_remembers_and_that_a_process_without_a_gpu_may_be_forked() -> None:
     recorded = parameters(torch.cuda.memory._record_memory_history)
     assert {"stacks", "max_entries"} <= set(recorded)
     assert parameters(torch.cuda.memory._dump_snapshot)[0] == "filename"
+    assert torch.cuda._is_in_bad_fork() is False
 
 
 @contextmanager
@@ -157,7 +154,10 @@ def refused(group: Any, limit_s: float) -> RuntimeError:
     return raised.value
 
 
-def test_a_peer_that_ends_is_lost() -> None:
+def test_a_peer_that_ends_is_lost_and_a_mistake_in_the_code_is_none() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.ones(2) @ torch.ones(3)
+    assert not is_peer_loss(raised.value)
     with group_of_two(lambda group: None) as group:
         assert fnmatch(str(refused(group, 10)), "*/gloo/transport/tcp/pair.cc:*Connection * by peer*")
 
@@ -187,13 +187,3 @@ def test_a_wait_with_a_limit_ends_without_harm_to_the_collective() -> None:
         late.set()
         work.wait()
     assert summed == 2
-
-
-def test_a_process_that_has_not_used_a_gpu_may_be_forked() -> None:
-    assert torch.cuda._is_in_bad_fork() is False
-
-
-def test_a_mistake_in_the_code_is_no_lost_peer() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        torch.ones(2) @ torch.ones(3)
-    assert not is_peer_loss(raised.value)

@@ -47,22 +47,17 @@ def runtime_of(directory: RunDirectory, ownership: Ownership | None = None, **pl
     return TorchrunRuntime(Place(torch.device("cpu"), Mock(), **place), Timeouts(), directory, Mock(), beginning)
 
 
-def test_a_rank_whose_run_another_command_has_taken_over_ends(tmp_path: Path) -> None:
+def test_a_signal_or_a_command_that_takes_the_run_over_stops_a_rank(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     ownership = Ownership.claim(directory.store)
     with closing(runtime_of(directory, ownership=ownership)) as runtime:
         assert not runtime.signals().stop
-        ownership.lost = "another command has taken over: on elsewhere, pid 1"
-        with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
-            runtime.signals()
-
-
-def test_the_signal_that_stops_the_run_is_in_its_events(tmp_path: Path) -> None:
-    directory = RunDirectory(LocalStore(tmp_path))
-    with closing(runtime_of(directory)) as runtime:
         runtime.request_stop("SIGTERM to pid 7 on h")
         assert runtime.signals().stop
         assert runtime.signals().stop
+        ownership.lost = "another command has taken over: on elsewhere, pid 1"
+        with pytest.raises(RunConflict, match="on elsewhere, pid 1"):
+            runtime.signals()
     (notice,) = directory.events(Notice)
     assert notice.text == "SIGTERM to pid 7 on h: the run stops after this step"
 
@@ -107,8 +102,11 @@ def test_keys_that_have_no_effect_without_ray_are_named(words: list[str], world_
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "5"}, "RANK=5 with WORLD_SIZE=1: ranks go from 0 to WORLD_SIZE - 1"),
-        ({"RANK": "1"}, "RANK=1 with WORLD_SIZE=1"),
+        (
+            {"LOCAL_RANK": None, "MASTER_PORT": None},
+            "RANK, WORLD_SIZE, MASTER_ADDR set without LOCAL_RANK, MASTER_PORT",
+        ),
+        ({"RANK": "1"}, "RANK=1 with WORLD_SIZE=1: ranks go from 0 to WORLD_SIZE - 1"),
         ({"RANK": "-1"}, "RANK=-1: must be a number"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE=: must be a number"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT=x: must be a number"),
@@ -117,11 +115,12 @@ def test_keys_that_have_no_effect_without_ray_are_named(words: list[str], world_
     ],
 )
 def test_an_environment_of_torchruns_that_no_world_can_have_is_refused(
-    variables: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str | None], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in {**environment, **variables}.items():
-        monkeypatch.setenv(name, value)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     if said is None:
         assert under_torchrun()
     else:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event as Flag
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,10 +104,7 @@ def test_a_tracker_of_the_users_own_needs_no_text(
 def test_a_tracker_that_raises_is_turned_off_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str, error: BaseException
 ) -> None:
-    def misbehave() -> None:
-        raise error
-
-    trackers = own_tracker(tmp_path, monkeypatch, when, misbehave)
+    trackers = own_tracker(tmp_path, monkeypatch, when, Mock(side_effect=error))
     trackers.scalars(1, {})
     trackers.scalars(2, {})
     trackers.close()

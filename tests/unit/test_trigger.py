@@ -33,26 +33,17 @@ def test_minutes_are_wanted_once_until_they_are_done() -> None:
     assert trigger.wanted()
 
 
-def test_attempts_that_are_shorter_than_the_period_do_not_put_it_off_for_ever() -> None:
+def test_short_attempts_and_new_processes_do_not_put_it_off_and_a_wish_outlives_its_attempt() -> None:
     trigger, clock = minutes(2)
     for _ in range(3):
         clock.now_s += 50
         trigger.begin()
     assert trigger.wanted()
-
-
-def test_a_wish_that_died_with_its_attempt_is_raised_again() -> None:
-    trigger, clock = minutes(2)
-    clock.now_s += 121
-    assert trigger.wanted()
     trigger.begin()
     assert trigger.wanted()
-
-
-def test_a_new_process_counts_from_the_checkpoint_that_it_found() -> None:
-    trigger, _ = minutes(2)
-    trigger.begin(age_s=121)
-    assert trigger.wanted()
+    of_new_process, _ = minutes(2)
+    of_new_process.begin(age_s=121)  # of the checkpoint that it found
+    assert of_new_process.wanted()
 
 
 def minutes(count: int) -> tuple[Interval, Clock]:

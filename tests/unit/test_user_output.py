@@ -35,15 +35,8 @@ def test_a_line_is_sent_while_the_code_goes_on() -> None:
         assert sent == ["now"]
 
 
-def test_a_flood_of_lines_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_lines_is_cut_and_a_forked_process_writes_to_the_log_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_output, "_MOST_LINES", 3)
-    sent: list[str] = []
-    with shown_output(sent.extend):
-        sys.stdout.write("\n".join("abcde") + "\n")
-    assert sent == ["a", "b", "c", "... 2 lines left out, which Ray's log of this worker has"]
-
-
-def test_a_forked_process_writes_to_the_log_alone() -> None:
     sent: list[str] = []
     with shown_output(sent.extend):
         child = os.fork()
@@ -51,7 +44,8 @@ def test_a_forked_process_writes_to_the_log_alone() -> None:
             print("of the child")
             os._exit(0)
         os.waitpid(child, 0)
-    assert sent == []
+        sys.stdout.write("\n".join("abcde") + "\n")
+    assert sent == ["a", "b", "c", "... 2 lines left out, which Ray's log of this worker has"]
 
 
 def test_a_breakpoint_says_once_how_to_debug(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,18 +78,12 @@ def test_the_last_holder_costs_the_steps_since_the_newest_checkpoint_and_one_of_
     assert Costs().price(["b"], ["b"]).lost_steps == 0
 
 
-def test_a_copy_in_node_memory_outlives_the_last_holder() -> None:
-    costs = Costs()
-    costs.record(started(0, "start"))
-    costs.reached(50, now_s=110.0)
-    costs.record(LOG.model_copy(update={"step": 48, "at_risk": {"workers": 5, "everything": 48}}))
-    assert costs.price(["b"], ["b"]).lost_steps == 7
-
-
-def test_sharded_state_is_lost_with_any_member() -> None:
+def test_sharded_state_is_lost_with_any_member_but_for_a_copy_in_node_memory() -> None:
     costs = Costs()
     costs.record(events.ModelSharded(num_units=1, layers={}))
     costs.record(started(0, "start"))
-    costs.reached(7, now_s=1.0)
-    assert costs.price(["a"], ["a", "b", "c"]).lost_steps == 7
-    assert costs.price([], ["a"]).lost_steps == 7
+    costs.reached(50, now_s=110.0)
+    assert costs.price(["a"], ["a", "b", "c"]).lost_steps == 50
+    assert costs.price([], ["a"]).lost_steps == 50
+    costs.record(LOG.model_copy(update={"step": 48, "at_risk": {"workers": 5, "everything": 48}}))
+    assert costs.price(["b"], ["b"]).lost_steps == 7

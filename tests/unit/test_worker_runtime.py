@@ -20,7 +20,7 @@ from steadfast.errors import UsageError, UserExit
 from steadfast.guards.corruption import Corrupted
 from steadfast.orchestration import trainer, worker_runtime
 from steadfast.orchestration.heartbeat import Commands
-from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
+from steadfast.orchestration.messages import Leave, Member, WorldAssignment
 from steadfast.orchestration.objects import Objects
 from steadfast.plan import Amendments
 from steadfast.world.timeouts import Timeouts
@@ -74,9 +74,7 @@ def test_a_working_directory_that_a_dying_node_has_deleted_is_not_asked_for(
     assert Runtime.told == []
 
 
-def test_whatever_a_worker_raises_before_it_trains_is_told_and_ends_it_alone(
-    trained: list[str], tmp_path: Path
-) -> None:
+def test_what_a_worker_raises_before_it_trains_is_told_and_ends_it_alone(trained: list[str], tmp_path: Path) -> None:
     def refuse() -> None:
         raise OSError("the disk is gone")
 
@@ -99,29 +97,18 @@ def ray_runtime(**fields: Any) -> worker_runtime.RayRuntime:
     return runtime
 
 
-class Coordinator:
-    """Keeps what a worker reports, and says that the run goes on."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, FailureReport]] = []
-        self.failed = SimpleNamespace(remote=self._failed)
-
-    def _failed(self, member: str, report: FailureReport) -> bool:
-        self.told.append((member, report))
-        return False
-
-
 @pytest.mark.parametrize(("rank", "leaves"), [(0, False), (1, True), (2, False)])
 def test_all_ranks_report_the_member_that_computes_wrongly_and_it_alone_leaves(
     rank: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray.get", lambda answer: answer)
-    coordinator = Coordinator()
+    coordinator = Mock(**{"failed.remote.return_value": False})  # the run goes on
     place = WorldAssignment(rank, 3, 4, ("", 0), Amendments())
     runtime = ray_runtime(_coordinator=coordinator, _attempt=4, _member=Member("abc"[rank], None, "node"), _place=place)
     runtime.leave_reason = Leave.RUN_ENDED
     runtime.failed(6, Corrupted(1, 0, "step 7: rank 1 (host n, cpu) computes wrongly: ..."))
-    ((member, report),) = coordinator.told
+    (call,) = coordinator.failed.remote.call_args_list
+    member, report = call.args
     assert (member, report.kind, report.attempt, report.step) == ("abc"[rank], "corruption", 4, 6)
     assert (report.corrupted, report.message) == (1, "step 7: rank 1 (host n, cpu) computes wrongly: ...")
     assert (runtime.leave_reason is Leave.RELEASED) == leaves
@@ -191,30 +178,24 @@ def test_a_worker_waits_for_the_answer_to_its_question_and_takes_no_other(asking
     assert asking._answers.empty()
 
 
-@pytest.mark.parametrize("reason", Leave)
-def test_a_worker_is_sent_away_while_it_waits(asking: worker_runtime.RayRuntime, reason: Leave) -> None:
-    asking._coordinator.ask.remote = lambda *_: asking._hear_answer(reason.value)
-    assert asking._ask(asking._member) is reason
-
-
-def test_a_worker_without_a_coordinator_waits_no_longer(asking: worker_runtime.RayRuntime) -> None:
+def test_a_worker_that_is_sent_away_or_has_no_coordinator_waits_no_longer(asking: worker_runtime.RayRuntime) -> None:
+    for reason in Leave:
+        asking._coordinator.ask.remote = lambda *_, said=reason: asking._hear_answer(said.value)
+        assert asking._ask(asking._member) is reason
     asking._coordinator.ask.remote = lambda *_: asking._obey(None)
     assert asking._ask(asking._member) is Leave.RELEASED
 
 
 def test_a_worker_asks_the_next_coordinator_again_until_it_has_its_answer(asking: worker_runtime.RayRuntime) -> None:
     asked: list[int] = []
-    asking._coordinator.rejoin.remote.return_value = True
+    asking._coordinator.rejoin.remote.side_effect = [True, True, False, True]
     asking._coordinator.ask.remote = lambda _, attempt: asked.append(attempt)
     asking._find_again(1.0)
     assert asked == []
     asking._asking = asking._member, 4
     asking._find_again(1.0)
-    asking._coordinator.rejoin.remote.return_value = False
     assert asking._find_again(1.0) is None
-    assert asked == [4]
     asking._hear_answer(WORLD)
-    asking._coordinator.rejoin.remote.return_value = True
     asking._find_again(1.0)
     assert asked == [4]
     assert asking._coordinator.rejoin.remote.call_args.args[1].attempt == 5

@@ -17,17 +17,17 @@ LONG_S = 10.0
 
 
 class Storage:
-    """Writes when it is told to: `begun` says what it is at."""
+    """Writes when it is told to: `begun` says what it is at. `write` is the test's own part in it."""
 
-    def __init__(self, refuses: int = 0) -> None:
+    def __init__(self, refuses: int = 0, write: Callable[[PendingWrite], object] = PendingWrite.check) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
-        self.refuses = refuses
+        self.refuses, self.write = refuses, write
         self.done: list[int] = []
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         self.begun.release()
         assert self.go.acquire(timeout=LONG_S)
-        pending.check()
+        self.write(pending)
         if self.refuses:
             self.refuses -= 1
             raise OSError("No space left on device")
@@ -42,20 +42,8 @@ class Storage:
         return Checkpoint(step=pending.step, path="", seconds=0.0, blocked_s=0.0, bytes=0)
 
 
-class Writes(Storage):
-    """Storage whose `write_file` is the test's own."""
-
-    def __init__(self, write: Callable[[PendingWrite], None]) -> None:
-        super().__init__()
-        self.write = write
-
-    def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
-        self.write(pending)
-        return "file", FileDigest("", 0)
-
-
 def shards(value: float) -> list[Shard]:
-    return [Shard("w", torch.full((3,), value), (3,), (0,))]
+    return [Shard("w", torch.full((3,), float(value)), (3,), (0,))]
 
 
 def put(writer: Writer, storage: Storage, *steps: int) -> None:
@@ -85,9 +73,7 @@ def test_training_goes_on_and_the_newest_of_those_that_wait_wins() -> None:
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cuda", 0)])
-def test_room_is_made_for_both_buffers_where_memory_is_pinned(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device | None
-) -> None:
+def test_pinned_memory_has_room_for_both_buffers(monkeypatch: pytest.MonkeyPatch, device: torch.device | None) -> None:
     pinned: list[tuple[str, torch.device, int]] = []
 
     def pin(memory: torch.Tensor, device: torch.device) -> None:
@@ -119,19 +105,16 @@ def test_a_writer_that_has_nothing_left_to_write_is_freed_with_its_buffers() -> 
 
 
 def test_what_is_under_way_is_not_overwritten() -> None:
-    writer, seen = Writer(), []
-    at_it, go = threading.Event(), threading.Event()
+    seen: list[list[float]] = []
 
     def write(pending: PendingWrite) -> None:
-        at_it.set()
-        assert go.wait(LONG_S)
         seen.append(torch.frombuffer(bytearray(b"".join(pending.chunks())[-12:]), dtype=torch.float32).tolist())
 
-    writer.put(1, shards(1.0), {}, Writes(write))
-    assert at_it.wait(LONG_S)
-    writer.put(2, shards(2.0), {}, Writes(write))
-    writer.put(3, shards(3.0), {}, Writes(write))
-    go.set()
+    writer, storage = Writer(), Storage(write=write)
+    put(writer, storage, 1)
+    assert storage.begun.acquire(timeout=LONG_S)
+    put(writer, storage, 2, 3)
+    storage.go.release(2)
     assert writer.wait(nothing, LONG_S)
     assert seen == [[1.0] * 3, [3.0] * 3]
 
@@ -174,23 +157,16 @@ def test_what_is_dropped_is_not_committed() -> None:
 
 
 def test_a_dropped_state_that_storage_refuses_at_once_is_not_tried_again() -> None:
-    tries, begun, go = [], threading.Event(), threading.Event()
-
-    def write(pending: PendingWrite) -> None:
-        tries.append(pending.step)
-        begun.set()
-        assert go.wait(LONG_S)
-        raise OSError("No space left on device")  # before it has looked at a chunk, and so without asking `check`
-
-    writer, storage = Writer(), Storage()
-    writer.put(1, shards(1.0), {}, Writes(write))
-    assert begun.wait(LONG_S)
+    tries: list[int] = []
+    # Refused before it has looked at a chunk, and so without asking `check`.
+    writer, storage = Writer(), Storage(refuses=1, write=lambda pending: tries.append(pending.step))
+    put(writer, storage, 1)
+    assert storage.begun.acquire(timeout=LONG_S)
     writer.drop()
-    go.set()
     put(writer, storage, 2)
-    storage.go.release()
+    storage.go.release(3)
     assert writer.wait(nothing, LONG_S)
-    assert tries == [1]
+    assert tries == [1, 2]
 
 
 def test_storage_that_does_not_answer_ends_a_wait() -> None:
@@ -202,10 +178,8 @@ def test_storage_that_does_not_answer_ends_a_wait() -> None:
 
 
 def test_what_is_not_storage_s_is_raised() -> None:
-    def write(pending: PendingWrite) -> None:
-        raise ZeroDivisionError
-
-    writer = Writer()
-    writer.put(1, shards(1.0), {}, Writes(write))
+    writer, storage = Writer(), Storage(write=lambda _: 1 / 0)
+    put(writer, storage, 1)
+    storage.go.release()
     with pytest.raises(ZeroDivisionError):
         writer.wait(nothing, LONG_S)

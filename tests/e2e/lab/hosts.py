@@ -54,11 +54,7 @@ class Lab:
         for key in ("id", "hostkey"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(STATE / key))
         _run("ip", "netns", "add", _SWITCH)
-        for words in (
-            "set lo up",
-            "add br0 type bridge stp_state 0 forward_delay 0",
-            "set br0 up",
-        ):
+        for words in ("set lo up", "add br0 type bridge stp_state 0 forward_delay 0", "set br0 up"):
             _run("ip", "-n", _SWITCH, "link", *words.split())
 
     def add(self, name: str, number: int, storage: bool = True, keys: tuple[str, ...] = ()) -> None:
@@ -108,12 +104,9 @@ class Lab:
         script = shutil.copy(Path(__file__).with_name("host.sh"), STATE)  # from where the host still sees it
         init = ("bash", script, name, str(STATE), str(ROOT), str(_BIN.parent), sys.base_prefix)
         with (STATE / name / "init.log").open("ab") as log:
+            command = ["ip", "netns", "exec", space, "unshare", *own, *init]
             self._powered[name] = subprocess.Popen(
-                ["ip", "netns", "exec", space, "unshare", *own, *init],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         (STATE / name / "pid").write_text(str(self._powered[name].pid))
         self._await_sshd(name)
