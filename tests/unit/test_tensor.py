@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -239,7 +239,7 @@ def worlds_of_eight(**sizes: int) -> list[World]:
     ],
 )
 def test_ranks_with_one_part_are_a_line_and_one_of_those_that_read_the_same_samples_counts(
-    kind: str, sizes: dict[str, int], data_ranks: list[int], counts: list[bool]
+    kind: Literal["shard", "stage"], sizes: dict[str, int], data_ranks: list[int], counts: list[bool]
 ) -> None:
     worlds = worlds_of_eight(replica_size=4, tensor_size=2, **sizes)
     assert [world.data_rank for world in worlds] == data_ranks
