@@ -193,8 +193,12 @@ class Checkpoints:
             if ending.kind != "resized":
                 raise
 
+    def has(self, step: int) -> bool:
+        """Return whether this attempt has restored or saved the checkpoint of `step`."""
+        return step == self._newest
+
     def _save(self, step: int, state: State, metrics: dict[str, float]) -> None:
-        if step == self._newest:
+        if self.has(step):
             return
         # Shards are committed once all ranks have written theirs, so all ranks must write the same steps.
         if not self.replicated and any_rank(self._writer.busy, self.world.groups.control):

@@ -5,32 +5,47 @@ from typing import NamedTuple
 
 from steadfast.loop.trigger import Trigger
 from steadfast.world.control import ControlChannel
-from steadfast.world.runtime import CHECKPOINT, FINISH, LEAVE, STOP, Signals
+from steadfast.world.runtime import CHECKPOINT, LEAVE, STOP, Signals
 
 
 class _Act(NamedTuple):
     name: str
     trigger: Trigger
     run: Callable[[int], object]
+    lacks: Callable[[int], bool]
 
 
 class Periodic:
-    """Periodic acts of an attempt, in the order of their execution."""
+    """Periodic acts of an attempt, in the order of their execution.
 
-    def __init__(self, leader: bool, num_steps: int) -> None:
+    Args:
+        at_end: returns whether the run ends now, the same on all ranks.
+    """
+
+    def __init__(self, leader: bool, at_end: Callable[[], bool]) -> None:
         self._leader = leader
-        self._num_steps = num_steps
+        self._at_end = at_end
         self._acts: list[_Act] = []
         self.names: list[str] = []  # of the acts that a rank may request through the control channel
 
-    def add(self, name: str, trigger: Trigger, run: Callable[[int], object]) -> None:
-        """Add an act that runs when `trigger` is due, on all ranks."""
-        self._acts.append(_Act(name, trigger, run))
+    def add(
+        self,
+        name: str,
+        trigger: Trigger,
+        run: Callable[[int], object],
+        lacks: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        """Add an act that runs when `trigger` is due, on all ranks.
+
+        Args:
+            lacks: returns whether the result of a step's act is lost, the same on all ranks; may be a collective.
+        """
+        self._acts.append(_Act(name, trigger, run, lacks))
         self.names.append(name)
 
     def requests(self, signals: Signals) -> set[str]:
         """Return this rank's requests; the leader adds the acts that are due."""
-        signalled = {STOP: signals.stop, LEAVE: signals.leave, FINISH: signals.finish, CHECKPOINT: signals.checkpoint}
+        signalled = {STOP: signals.stop, LEAVE: signals.leave, CHECKPOINT: signals.checkpoint}
         requests = {name for name, wanted in signalled.items() if wanted}
         for act in self._acts:
             # Every rank asks its trigger, which may have upkeep to do, but only the leader's clock counts.
@@ -40,8 +55,8 @@ class Periodic:
 
     def run(self, step: int, control: ControlChannel) -> None:
         """Carry out the acts that are due after `step`. A collective."""
-        # The end of a run has acts of its own, which would repeat these.
-        if step >= self._num_steps:
+        # The end of a run has acts of its own, which would repeat these. A validation may bring the end about.
+        if self._at_end():
             return
         for act in self._acts:
             # An attempt that is about to end writes its state anyway, so requests are not carried out.
@@ -50,3 +65,12 @@ class Periodic:
                 act.run(step)
                 act.trigger.done()
                 control.acknowledge(act.name)
+                if self._at_end():
+                    return
+
+    def make_up(self, step: int) -> None:
+        """Carry out the acts that were due after the restored step and are lost. A collective."""
+        for act in self._acts:
+            if step and not self._at_end() and act.trigger.due(step) and act.lacks(step):
+                act.run(step)
+                act.trigger.done()

@@ -72,6 +72,7 @@ class Recorder:
         self._best = math.inf  # best value of a validation so far, with the other sign if the greatest is the best
         self._lost_steps = 0  # finished steps that this attempt repeats
         self._trackers = Trackers([])
+        self._early: list[tuple[int, Mapping[str, Any]]] | None = []  # figures of hooks before `begin`
         self._meters = _meters(worker, config.precision.tf32)
         self._gpu_meter = GpuMeter(worker.precision.device)
         self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
@@ -91,12 +92,13 @@ class Recorder:
         self._started = restored, timer
         self._profiler.begin(restored.step)
         self._snapshots = snapshots
+        early, self._early = self._early or (), None
         if not self._world.leader:
             return
         self._figures = open_stream(self._directory.store, METRICS)
         self._worker.close_later(self._figures.close)
         self._past = Past.read(self._directory)
-        for metrics in self._past.validations:
+        for metrics in self._past.validations.values():
             self._is_best(metrics)
         # A checkpoint of an earlier process is known only from its event.
         self._committed = max(self._committed, self._past.committed)
@@ -113,6 +115,8 @@ class Recorder:
         # The lambda looks up the trackers only when it is called, because `end` removes them from the recorder.
         self._worker.close_later(lambda: self._trackers.leave())
         self._trackers.begin(restored.step, self._past)
+        for step, values in early:
+            self._trackers.log(step, values)
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         for step, why in snapshots.damaged.items():
@@ -327,6 +331,14 @@ class Recorder:
             self._trackers.record(event)
         self._publish(event)
 
+    def validated(self, step: int) -> dict[str, float]:
+        """Return the recorded metrics of the restored step's validation, {} if there are none; only the leader knows.
+
+        They are the last ones if the attempt makes no further validation.
+        """
+        self._metrics = dict(self._past.validations.get(step, {}))
+        return self._metrics
+
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Remember a validation, and return whether no earlier one was as good.
 
@@ -340,7 +352,10 @@ class Recorder:
 
     def figures(self, step: int, values: Mapping[str, Any]) -> None:
         """Send what the user's hooks log to the trackers."""
-        self._trackers.log(step, values)
+        if self._early is None:
+            self._trackers.log(step, values)
+        else:
+            self._early.append((step, values))
 
     def gradient_norms(self, result: StepResult) -> None:
         """Send the distribution of the parameters' gradient norms to the trackers.
