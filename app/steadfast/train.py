@@ -81,31 +81,32 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.
     guard = _build_guard(worker, world, plan, runtime, past_losses(directory.store, restored.step))
     recorder.begin(plan, restored, timer, snapshots)
-    validator.resume(restored.step, recorder.validated(restored.step))
+    validator.resume(restored.step, recorder.metrics)
+
+    def validate(step: int) -> None:
+        # Hooks decide on the results, so all earlier steps must be known to be good.
+        recorder.commit(guard.accept(control.drain()))
+        recorder.validation(step, validator.run(step, model))
 
     def save(step: int, ending: Outcome | None = None) -> None:
         # The last message shows whether this state is finite. A state that is not must not become a checkpoint.
         recorder.commit(guard.accept(control.drain()))
         probes.enter("checkpoint")
-        if not checkpoints.has(step):
+        metrics = validator.metrics_of(step)
+        if not checkpoints.has(step, metrics):
             worker.hooks.on_checkpoint(step)
-        checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending, config.recovery.wait_s)
+        checkpoints.save(step, worker.current(state), metrics, ending, config.recovery.wait_s)
         recorder.checkpoints(checkpoints.news())
 
     # A checkpoint comes after the validation of its step, because the manifest holds the metrics.
     periodic = Periodic(world.leader, lambda: worker.at_end)
-    periodic.add(
-        "validation",
-        validator.trigger,
-        lambda step: recorder.validation(step, validator.run(step, model)),
-        lacks=lambda step: not validator.metrics_of(step),
-    )
+    periodic.add("validation", validator.trigger, validate, lacks=lambda step: not validator.metrics_of(step))
     periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
     periodic.add(
         "checkpoint",
         validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node),
         save,
-        lacks=lambda step: checkpoints.newest().step < step,
+        lacks=lambda step: checkpoints.lacks(step, validator.metrics_of(step)),
     )
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)

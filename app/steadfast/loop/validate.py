@@ -46,6 +46,8 @@ class Validator:
         Args:
             recorded: metrics of that validation in the events, {} if there are none; the leader's count.
         """
+        if self._plan is None:
+            return
         found = [recorded]
         dist.broadcast_object_list(found, src=0, group=self._world.groups.control)
         if found[0]:

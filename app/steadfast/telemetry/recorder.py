@@ -25,7 +25,7 @@ from steadfast.plan import Plan
 from steadfast.run import events
 from steadfast.run.directory import METRICS, RunDirectory
 from steadfast.run.ledger import ACTS, Ledger, StepStats, StepTimes
-from steadfast.storage.jsonl import open_stream
+from steadfast.storage.jsonl import last_lines, open_stream
 from steadfast.tasks import Task
 from steadfast.telemetry.goodput import goodput, read_totals
 from steadfast.telemetry.meters import GpuMeter, Meters
@@ -59,7 +59,8 @@ class Recorder:
         self._runtime = runtime
         self._world = world
         self._worker = worker
-        self._metrics: dict[str, float] = {}  # of the last validation in this attempt
+        # Of the last validation in this attempt, or of the restored step. Other ranks know those of this attempt only.
+        self.metrics: dict[str, float] = {}
         self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # steps finished on this rank, but not on all ranks yet
         self._digests: dict[int, str] = {}  # by step: digest of the weights after it, for its ledger line
         self._acts_s = dict.fromkeys(ACTS, 0.0)  # seconds in each act of this attempt, up to the last step
@@ -100,6 +101,7 @@ class Recorder:
         self._past = Past.read(self._directory)
         for metrics in self._past.validations.values():
             self._is_best(metrics)
+        self.metrics = dict(self._past.validations.get(restored.step, {}))
         # A checkpoint of an earlier process is known only from its event.
         self._committed = max(self._committed, self._past.committed)
         if restored.source == "checkpoint":
@@ -114,7 +116,7 @@ class Recorder:
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
         # The lambda looks up the trackers only when it is called, because `end` removes them from the recorder.
         self._worker.close_later(lambda: self._trackers.leave())
-        self._trackers.begin(restored.step, self._past)
+        self._trackers.begin(restored.step, self._past, self._newest_figures(restored.step))
         for step, values in early:
             self._trackers.log(step, values)
         for step, why in restored.damaged.items():
@@ -132,6 +134,18 @@ class Recorder:
         # ended before it wrote the lines of these steps.
         for step in range(written + 1, restored.step + 1):
             self._write_as_planned(step)
+
+    def _newest_figures(self, step: int) -> list[events.Log | events.Validation]:
+        """Return the newest figures up to `step`, in the order of steps. All figures would take long to read."""
+        found: dict[int, list[events.Log | events.Validation]] = {}
+        for line in last_lines(self._directory.store, METRICS):
+            log = events.parse_event(line)
+            if isinstance(log, events.Log) and log.step <= step:
+                found[log.step] = [log]  # the line of a step that was done again replaces the former one
+        for validated, metrics in self._past.validations.items():
+            if validated in range(min(found, default=0), step + 1):
+                found.setdefault(validated, []).append(events.Validation(step=validated, metrics=metrics))
+        return [event for _, each in sorted(found.items()) for event in each]
 
     def _tell_of_numerics(self) -> None:
         gpus = self._worker.gpus
@@ -325,19 +339,11 @@ class Recorder:
         """
         if not metrics:
             return
-        self._metrics = metrics
+        self.metrics = metrics
         event = events.Validation(step=step, metrics=metrics, best=self._is_best(metrics) or None)
         if self._world.leader:
             self._trackers.record(event)
         self._publish(event)
-
-    def validated(self, step: int) -> dict[str, float]:
-        """Return the recorded metrics of the restored step's validation, {} if there are none; only the leader knows.
-
-        They are the last ones if the attempt makes no further validation.
-        """
-        self._metrics = dict(self._past.validations.get(step, {}))
-        return self._metrics
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Remember a validation, and return whether no earlier one was as good.
@@ -443,7 +449,7 @@ class Recorder:
             "step": outcome.step,
             "samples": totals.samples,
             "tokens": tokens,
-            "metrics": self._metrics,
+            "metrics": self.metrics,
             **hashes,
             "attempts": self._world.attempt,
             "lost_steps": totals.num_lost,
