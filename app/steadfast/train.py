@@ -100,19 +100,19 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
 
     # A checkpoint comes after the validation of its step, because the manifest holds the metrics.
     periodic = Periodic(world.leader, lambda: worker.at_end)
-    periodic.add("validation", validator.trigger, validate, lacks=lambda step: not validator.metrics_of(step))
+    periodic.add("validation", validator.trigger, validate)
     periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
-    periodic.add(
-        "checkpoint",
-        validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node),
-        save,
-        lacks=lambda step: checkpoints.lacks(step, validator.metrics_of(step)),
-    )
+    saving = validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node)
+    periodic.add("checkpoint", saving, save)
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
     batches = probes.batches(worker.loader.steps(plan.stream(world.data_rank, restored.step + 1, worker.num_steps)))
-    # A worker may have died in the validation or checkpoint of the restored step.
-    periodic.make_up(restored.step)
+    # A worker may have died in the validation or checkpoint that was due after the restored step.
+    step = restored.step
+    if step and not worker.at_end and validator.trigger.due(step):
+        validate(step)
+    if step and not worker.at_end and saving.due(step) and checkpoints.lacks(step, validator.metrics_of(step)):
+        save(step)
     while not (worker.at_end or control.ending):
         result = stepper.step(worker.step + 1, batches)
         worker.advance_to(result.step)

@@ -55,10 +55,10 @@ class HookContext:
 class Hook:
     """Methods that a hook may have; deriving from this class is optional.
 
-    All ranks call each method after the same step. After a failure in a validation or checkpoint the next attempt makes
-    up for it; a hook with a state sees a validation once. A hook returns a state that must survive from `state_dict`: tensors,
-    numbers, and dictionaries of them, under the same names and in the same shapes from `setup` on. The state is in
-    every checkpoint, and new workers receive it from workers that hold it.
+    All ranks call each method after the same step. A validation or checkpoint in which a worker died is made up for by
+    the next attempt; a hook with a state sees each validation once. A hook returns a state that must survive from
+    `state_dict`: tensors, numbers, and dictionaries of them, under the same names and in the same shapes from `setup`
+    on. The state is in every checkpoint, and new workers receive it from workers that hold it.
     """
 
     def setup(self, run: HookContext) -> None:

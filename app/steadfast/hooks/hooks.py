@@ -43,12 +43,11 @@ class Hooks:
         self._validated: dict[str, int] = {}  # step of the last validation that each hook has seen, -1 if unknown
         for index, config in enumerate(configs):
             hook = _build(config, f"hooks.{index}")
-            name = own = type(hook).__name__
+            own = type(hook).__name__
             # A hook is named by its class rather than by its index, so that its state is found after another hook was
             # inserted before it.
             number = 1 + sum(own == each.rstrip("0123456789") for each in self._hooks)
-            if number > 1:
-                name = f"{own}{number}"
+            name = own if number == 1 else f"{own}{number}"
             while name in self._hooks or name == _COMMON:  # a class may be called like the second hook of another
                 number += 1
                 name = f"{own}{number}"
@@ -95,21 +94,18 @@ class Hooks:
             if hasattr(hook, "load_state_dict"):
                 hook.load_state_dict(_like(hook.state_dict(), self._state.get(name, {})))
         if _COMMON in self._state:
-            self._load(_like(self._common(), self._state[_COMMON]))
-        for name, seen in self._validated.items():
-            if seen > step or step == 0:  # of steps that are done again; before the first step nothing was seen
-                self._validated[name] = 0
+            common = _like(self._common(), self._state[_COMMON])
+            self._validated |= common["validated"]
+            # Another length continues a run that has ended early, so it makes the decision void.
+            if (common["step"], common["num_steps"]) == (step, num_steps):
+                self._run.ended_early = bytes(common["reason"].tolist()).rstrip(b"\0").decode(errors="ignore")
         # The ranks may have lost a peer before they agreed, and the restored state may be that of another rank.
         if former.ended_early and former.step == step:
             self._run.ended_early = former.ended_early
+        for name, seen in self._validated.items():
+            if seen > step or step == 0:  # of steps that are done again; before the first step nothing was seen
+                self._validated[name] = 0
         self._call("on_start")
-
-    def _load(self, common: dict[str, Any]) -> None:
-        assert self._run is not None
-        # In a run of another length the decision is void, because that length continues a run which has ended early.
-        if (common["step"], common["num_steps"]) == (self._run.step, self._run.num_steps):
-            self._run.ended_early = bytes(common["reason"].tolist()).rstrip(b"\0").decode(errors="ignore")
-        self._validated |= common["validated"]
 
     def on_step(self, step: int) -> None:
         if self._run is not None:

@@ -12,7 +12,6 @@ class _Act(NamedTuple):
     name: str
     trigger: Trigger
     run: Callable[[int], object]
-    lacks: Callable[[int], bool]
 
 
 class Periodic:
@@ -28,19 +27,9 @@ class Periodic:
         self._acts: list[_Act] = []
         self.names: list[str] = []  # of the acts that a rank may request through the control channel
 
-    def add(
-        self,
-        name: str,
-        trigger: Trigger,
-        run: Callable[[int], object],
-        lacks: Callable[[int], bool] = lambda step: False,
-    ) -> None:
-        """Add an act that runs when `trigger` is due, on all ranks.
-
-        Args:
-            lacks: returns whether the result of a step's act is lost, the same on all ranks; may be a collective.
-        """
-        self._acts.append(_Act(name, trigger, run, lacks))
+    def add(self, name: str, trigger: Trigger, run: Callable[[int], object]) -> None:
+        """Add an act that runs when `trigger` is due, on all ranks."""
+        self._acts.append(_Act(name, trigger, run))
         self.names.append(name)
 
     def requests(self, signals: Signals) -> set[str]:
@@ -67,10 +56,3 @@ class Periodic:
                 control.acknowledge(act.name)
                 if self._at_end():
                     return
-
-    def make_up(self, step: int) -> None:
-        """Carry out the acts that were due after the restored step and are lost. A collective."""
-        for act in self._acts:
-            if step and not self._at_end() and act.trigger.due(step) and act.lacks(step):
-                act.run(step)
-                act.trigger.done()

@@ -1,7 +1,6 @@
-"""Trackers of figures: protocol, builders, and an in-memory twin for tests."""
+"""Trackers of figures: protocol and builders."""
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any, Protocol
@@ -112,35 +111,6 @@ class OwnTracker:
         if self._tracker is not None:
             self._tracker.close()
         self._spool.close()
-
-
-class MemoryTracker:
-    """In-memory tracker for tests: `values[tag][step]`, and alike `histograms`, `texts` and `images`."""
-
-    def __init__(self) -> None:
-        self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        self.histograms: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
-        self.texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
-        self.images: defaultdict[str, dict[int, Pixels]] = defaultdict(dict)
-        self.closed = False
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        for tag, value in values.items():
-            self.values[tag][step] = value
-
-    resend = scalars
-
-    def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
-        self.histograms[tag][step] = list(values)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        self.texts[tag][step] = text
-
-    def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        self.images[tag][step] = pixels
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Trackers:
