@@ -115,6 +115,15 @@ def test_trackers_mark_the_same_interruptions(tmp_path: Path) -> None:
     assert Past.read(directory) == Past(1, 0, 1, causes, num_workers=SECOND.world_size, kind="restart")
 
 
+def test_the_past_forgets_validations_of_steps_that_a_rollback_has_taken_back(tmp_path: Path) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    for step in (3, 6, 9):
+        directory.record(events.Validation(step=step, metrics={"loss": 1.0}))
+    directory.record(events.Rollback(steps=(6,), cause="the loss is nan"))
+    directory.record(events.Validation(step=9, metrics={"loss": 2.0}))
+    assert Past.read(directory).validations == {3: {"loss": 1.0}, 9: {"loss": 2.0}}
+
+
 def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained(tmp_path: Path) -> None:
     directory = RunDirectory(LocalStore(tmp_path))
     directory.record(events.Checkpoint(step=30, path="", seconds=0.0, blocked_s=0.0, bytes=0))

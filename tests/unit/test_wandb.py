@@ -87,6 +87,18 @@ def test_a_run_in_which_nothing_can_be_drawn_any_more_is_closed_all_the_same(lib
     assert [told if told == "finish" else told[0] for told in library.told] == ["init", "finish"] * 2
 
 
+def test_figures_that_a_killed_leader_had_not_logged_come_first(library: Library, tmp_path: Path) -> None:
+    library.may_finish.set()
+    for steps, lost in (([1, 2], ()), ([5], (1, 2, 3, 4))):
+        one = tracker(tmp_path)
+        for step in lost:
+            one.resend(step, {"train/loss": 1.0})
+        for step in steps:
+            one.scalars(step, {"train/loss": 1.0})
+        one.close()
+    assert [each[0] for each in library.told if isinstance(each[0], int)] == [1, 2, 3, 4, 5]
+
+
 def test_an_image_is_logged_as_one_of_the_library(library: Library, tmp_path: Path) -> None:
     library.may_finish.set()
     one = Trackers([tracker(tmp_path)])

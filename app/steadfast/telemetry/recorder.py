@@ -341,9 +341,10 @@ class Recorder:
             return
         self.metrics = metrics
         event = events.Validation(step=step, metrics=metrics, best=self._is_best(metrics) or None)
+        self._publish(event)
+        # Trackers come last: the next attempt sends them what is in the events.
         if self._world.leader:
             self._trackers.record(event)
-        self._publish(event)
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Remember a validation, and return whether no earlier one was as good.
