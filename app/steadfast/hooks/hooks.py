@@ -65,6 +65,9 @@ class Hooks:
 
     def state_dict(self) -> Tensors:
         """Return the current state, always in the same tensors."""
+        # Before the first attempt begins, the tensors may hold a restored state that no hook has loaded.
+        if self._world is None and self._state:
+            return self._state
         for name, hook in self._hooks.items():
             if hasattr(hook, "state_dict") and (current := hook.state_dict()):
                 self._take(self._state.setdefault(name, {}), current, name)
