@@ -84,8 +84,6 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     validator.resume(restored.step, recorder.metrics)
 
     def validate(step: int) -> None:
-        # Hooks decide on the results, so all earlier steps must be known to be good.
-        recorder.commit(guard.accept(control.drain()))
         recorder.validation(step, validator.run(step, model))
 
     def save(step: int, ending: Outcome | None = None) -> None:

@@ -133,7 +133,7 @@ def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained
     directory.record(events.Validation(step=30, metrics={"loss": 2.0}))
     directory.record(events.AttemptEnded(attempt=1, step=40, cause="resized"))
     past = Past.read(directory)
-    assert (past.kind, past.validations) == ("resize", ({"loss": 2.0},))
+    assert (past.kind, past.validations) == ("resize", {30: {"loss": 2.0}})
 
 
 AGAIN = "the command ended without a report, and was run again"

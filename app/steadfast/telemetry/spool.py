@@ -85,4 +85,4 @@ class Spool:
 
 def _group(figures: Figures) -> str:
     """Return the group of figures that one call draws, such as "train"."""
-    return next(iter(figures)).partition("/")[0]
+    return next(iter(figures), "").partition("/")[0]
