@@ -108,14 +108,14 @@ class Result(NamedTuple):
 
 def config_of(folder: Path) -> Config:
     return small(
-        folder, *WORDS, f"hooks=[{{kind: early_stopping, patience: 6}}, {WATCHED.replace('FOLDER', str(folder))}]"
+        folder, *WORDS, f"hooks=[{{kind: early_stopping, patience: 10}}, {WATCHED.replace('FOLDER', str(folder))}]"
     )
 
 
 def deadly(falls: list[Fall]) -> None:
     """A patch: this process is killed at its falls."""
     now: list[Any] = []
-    train = steadfast.worker.train
+    train = steadfast.worker.train  # type: ignore[attr-defined]
 
     def noted(runtime: Any, world: Any, worker: Any, *others: Any) -> Any:
         now[:] = world, worker
@@ -127,8 +127,8 @@ def deadly(falls: list[Fall]) -> None:
         self.wait_for_commit(60.0)  # otherwise a state that waits to be written is given up for a newer one
         save(self, *args, **kwargs)
 
-    steadfast.worker.train = noted
-    Checkpoints.save = save_each  # type: ignore[method-assign]
+    steadfast.worker.train = noted  # type: ignore[attr-defined]
+    Checkpoints.save = save_each
     for point, (owner, method, after) in enumerate(POINTS):
         setattr(owner, method, _falling(getattr(owner, method), now, falls, point, after))
 
@@ -150,13 +150,14 @@ def _falling(honest: Any, now: list[Any], falls: list[Fall], point: int, after: 
     return wrapped
 
 
-def _take_part(member: Member, config: Config, plotted: Plot) -> None:
+def _take_part(member: Member, config: Config, plotted: Plot) -> bool:
     directory = RunDirectory.of(config)
     runtime = MortalRuntime(member, plotted, directory)
     try:
         work(config, runtime, directory)
     finally:
         runtime.close()
+    return True
 
 
 def train(config: Config, size: int, falls: list[Fall]) -> Result:
@@ -165,8 +166,9 @@ def train(config: Config, size: int, falls: list[Fall]) -> Result:
     if size == 1:  # its death ends the command, which is given again
         for attempt in range(1, len(falls) + 2):
             with Gang(1, partial(deadly, falls)) as gang:
-                mortal = [0] if attempt <= len(falls) else []
-                gang.run(_take_part_alone, config, attempt, mortal=mortal)
+                plotted = Plot([[1]] * (attempt - 1) + [[0]], {})
+                dies = attempt <= len(falls)
+                assert gang.run(_take_part, config, plotted, mortal=[0][:dies]) == [None if dies else True]
         return result_of(config, directory)
     worlds, deaths = [[*range(size)]], {}
     newcomers = count(size)
@@ -179,13 +181,10 @@ def train(config: Config, size: int, falls: list[Fall]) -> Result:
         newcomer = next(newcomers)
         worlds.append([newcomer, *others] if fall.attempt % 3 == 0 else [*others, newcomer])
     with Gang(size + len(falls), partial(deadly, falls)) as gang:
-        gang.run(_take_part, config, Plot(worlds, deaths), mortal=[victim for victim, _ in deaths.values()])
+        victims = [victim for victim, _ in deaths.values()]
+        answers = gang.run(_take_part, config, Plot(worlds, deaths), mortal=victims)
+        assert all((answers[member] is None) == (member in victims) for member in range(size + len(falls)))
     return result_of(config, directory)
-
-
-def _take_part_alone(member: Member, config: Config, attempt: int) -> None:
-    plotted = Plot([[1]] * (attempt - 1) + [[0]], {})
-    _take_part(member, config, plotted)
 
 
 def result_of(config: Config, directory: RunDirectory) -> Result:
@@ -195,7 +194,7 @@ def result_of(config: Config, directory: RunDirectory) -> Result:
         assert validations.setdefault(event.step, dict(event.metrics)) == event.metrics
     summary, catalog = directory.summary(), Catalog(directory.store)
     assert summary is not None
-    kept = {step: catalog.manifest(step).metrics for step in catalog.steps()}  # type: ignore[union-attr]
+    kept = {step: catalog.manifest(step).metrics for step in catalog.steps()}
     seen = int(read_whole(catalog, summary["step"], "hooks.Watched")["validations"])
     return Result(validations, kept, summary["step"], summary["ended_early"], summary["model_sha256"], seen)
 
@@ -223,7 +222,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Result:
     result = train(config, 1, [])
     assert result.seen == len(result.validations) == result.step // 3 > 10
     assert result.step % 3 == 0
-    assert "for 6 validations" in result.reason
+    assert "for 10 validations" in result.reason
     return result
 
 
