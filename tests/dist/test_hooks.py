@@ -258,10 +258,10 @@ def test_an_end_by_one_rank_falls_on_its_step_and_holds_until_the_run_is_made_lo
     assert ended.summary["ended_early"] == "rank 1 ends it"
     assert ended.told("validation", "step") == [3, 6]
     # As after a death before the summary was written. With the same length the decision holds.
-    words[0] = words[0].replace("step: 6", "step: 99")
     again = drill(small(tmp_path, *words), worlds=[1])
     assert (again.summary["step"], again.summary["ended_early"]) == (6, "rank 1 ends it")
     assert again.summary["metrics"] == ended.summary["metrics"]
     assert again.told("validation", "step") == [3, 6]
+    words[0] = words[0].replace("step: 6", "step: 99")
     longer = drill(small(tmp_path, *words, "run.steps=16"), worlds=[2])
     assert (longer.summary["step"], longer.summary["ended_early"]) == (16, None)

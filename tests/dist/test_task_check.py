@@ -191,13 +191,14 @@ class Prepared(Own):
 
 class Prepares:
     def on_start(self, run: HookContext) -> None:
-        Prepared.weights = torch.ones(4)
+        Prepared.weights = torch.ones(4, dtype=torch.float64)
         run.log({"prepared": 1})
 
 
 @pytest.mark.parametrize("size", ["2", "auto"])
 def test_a_task_may_need_what_its_hook_prepares(tmp_path: Path, size: str) -> None:
     tracker = "trackers=[{target: 'tests.examples.json_lines:JsonLines'}]"
-    words = [tracker, f"hooks=[{{target: '{HERE}:Prepares'}}]", f"batch.microbatch_size={size}"]
+    model = "model={target: 'torch.nn:Linear', args: {in_features: 6, out_features: 4}}"
+    words = [model, tracker, f"hooks=[{{target: '{HERE}:Prepares'}}]", f"batch.microbatch_size={size}"]
     assert drill(own(tmp_path, "Prepared", *words), worlds=[1]).summary["step"] == 3
     assert "hooks/prepared" in (tmp_path / "small" / "figures.jsonl").read_text()
