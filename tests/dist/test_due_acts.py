@@ -127,7 +127,7 @@ def deadly(falls: list[Fall]) -> None:
         self.wait_for_commit(60.0)  # otherwise a state that waits to be written is given up for a newer one
         save(self, *args, **kwargs)
 
-    steadfast.worker.train = noted  # type: ignore[attr-defined]
+    steadfast.worker.train = noted  # type: ignore[attr-defined, assignment]
     Checkpoints.save = save_each
     for point, (owner, method, after) in enumerate(POINTS):
         setattr(owner, method, _falling(getattr(owner, method), now, falls, point, after))

@@ -39,11 +39,11 @@ def test_tensorboard_gets_what_a_killed_leader_had_not_drawn(tmp_path: Path) -> 
         return changed(LOG, step=step, total_steps=9)
 
     validations = [Validation(step=step, metrics={"loss": 1.0}) for step in (2, 4)]
-    figures = [log(1), log(2), validations[0], log(3), log(4), validations[1]]
-    for first_step, drawn_before in ((1, figures[:3]), (5, [log(5)])):
+    figures: list[Log | Validation] = [log(1), log(2), validations[0], log(3), log(4), validations[1]]
+    for first_step, last in ((1, 3), (5, 0)):
         trackers = build_trackers(parse_config(""), LocalStore(tmp_path), first_step)
         trackers.begin(first_step - 1, Past(), figures if first_step > 1 else ())
-        for event in drawn_before:
+        for event in figures[:last] or [log(5)]:
             trackers.record(event)
         trackers.close()
     found = drawn(tmp_path)
