@@ -53,8 +53,13 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     world.progress.resume(restored.step)
     checkpoints.reserve(state)
 
+    # Hooks start before the first forward, because a task may need what its hook prepares.
+    recorder = Recorder(directory, runtime, world, worker)
+    worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
+
     # Plan. Cut each step into microbatches of the run's size, and assign the microbatches to ranks. The balance may
     # change the shares of the plan, so all later parts read the plan after it.
+    world.progress.enter("plan")
     if config.batch.microbatch_size == "auto":
         SizeSearch(worker, world, parallel, model).fix(directory, runtime)
     plan = worker.plan(world)
@@ -75,38 +80,49 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
 
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.
     guard = _build_guard(worker, world, plan, runtime, past_losses(directory.store, restored.step))
-    recorder = Recorder(directory, runtime, world, worker)
     recorder.begin(plan, restored, timer, snapshots)
-    worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
+    validator.resume(restored.step, recorder.metrics)
+
+    def validate(step: int) -> None:
+        recorder.validation(step, validator.run(step, model))
 
     def save(step: int, ending: Outcome | None = None) -> None:
         # The last message shows whether this state is finite. A state that is not must not become a checkpoint.
         recorder.commit(guard.accept(control.drain()))
         probes.enter("checkpoint")
-        worker.hooks.on_checkpoint()
-        checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending, config.recovery.wait_s)
+        metrics = validator.metrics_of(step)
+        if not checkpoints.has(step, metrics):
+            worker.hooks.on_checkpoint(step)
+        checkpoints.save(step, worker.current(state), metrics, ending, config.recovery.wait_s)
         recorder.checkpoints(checkpoints.news())
 
     # A checkpoint comes after the validation of its step, because the manifest holds the metrics.
-    periodic = Periodic(world.leader, worker.num_steps)
-    periodic.add("validation", validator.trigger, lambda step: recorder.validation(step, validator.run(step, model)))
+    periodic = Periodic(world.leader, lambda: worker.at_end)
+    periodic.add("validation", validator.trigger, validate)
     periodic.add("snapshot", snapshots, lambda step: recorder.snapshot(snapshots.take(step, worker.current(state))))
-    periodic.add("checkpoint", validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node), save)
+    saving = validator.checkpoint_trigger(restored.age_s, recorder.is_left_on_one_node)
+    periodic.add("checkpoint", saving, save)
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
     batches = probes.batches(worker.loader.steps(plan.stream(world.data_rank, restored.step + 1, worker.num_steps)))
-    while worker.step < worker.num_steps and not control.ending:
+    # A worker may have died in the validation or checkpoint that was due after the restored step.
+    step = restored.step
+    if step and not worker.at_end and validator.trigger.due(step):
+        validate(step)
+    if step and not worker.at_end and saving.due(step) and checkpoints.lacks(step, validator.metrics_of(step)):
+        save(step)
+    while not (worker.at_end or control.ending):
         result = stepper.step(worker.step + 1, batches)
         worker.advance_to(result.step)
         recorder.ran(result)
-        requests = periodic.requests(worker.hooks.signals(probes.signals(runtime.signals())))
+        requests = periodic.requests(probes.signals(runtime.signals()))
         recorder.commit(guard.accept(control.exchange(result, requests)))
         periodic.run(worker.step, control)
         recorder.checkpoints(checkpoints.news())
 
     # Leave. Under DDP the survivors carry the state to the next world; a sharded state is written and copied.
     recorder.commit(guard.accept(control.drain()))
-    outcome = Outcome.of(worker.step, worker.num_steps, control.requested)
+    outcome = Outcome.of(worker.step, worker.at_end, control.requested)
     recorder.validation(outcome.step, validator.at_end(outcome, model))
     if outcome.needs_checkpoint(parallel.survivors_hold_all, control.requested):
         save(outcome.step, ending=outcome)

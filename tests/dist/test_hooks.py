@@ -1,6 +1,7 @@
 """Hooks: called on all ranks alike, with a state that outlives failures; the average of the weights; early stopping."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -220,9 +221,9 @@ def test_a_run_that_gets_no_better_finishes_early(tmp_path: Path, num_workers: i
     losses = run.told("validation", "loss")
     best_step = 1 + int(np.argmin(losses))
     assert run.summary["status"] == "finished"
-    # The wish comes after two more, travels with the message of the next step, and is read at the one after it.
-    assert run.summary["step"] == len(losses) == best_step + 4
-    assert run.summary["ended_early"].startswith("loss has not been better than")
+    # The decision falls on the second validation after the best one, and so does the end.
+    assert run.summary["step"] == len(losses) == best_step + 2
+    assert re.fullmatch("loss has not been better than .* for 2 validations", run.summary["ended_early"])
     assert run.told("attempt_ended", "cause") == ["finished"]
 
 
@@ -230,3 +231,37 @@ def test_a_metric_that_nobody_measures_cannot_stop_a_run(tmp_path: Path) -> None
     hooks = "hooks=[{kind: early_stopping, metric: f1}]"
     with pytest.raises(MemberFailed, match="early stopping watches f1, and validation measures loss"):
         drill(small(tmp_path, hooks, "validation.every=2 steps"), worlds=[1])
+
+
+class Ender:
+    """Ends the run after a step, on the last rank only."""
+
+    def __init__(self, method: str, step: int) -> None:
+        self._step = step
+        setattr(self, method, self._end)
+
+    def _end(self, run: HookContext, *_: object) -> None:
+        if run.step == self._step and run.rank == run.world_size - 1:
+            run.end_run(f"rank {run.rank} ends it")
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_step", "on_validation", "on_checkpoint"])
+def test_an_end_by_one_rank_falls_on_its_step_and_holds_until_the_run_is_made_longer(
+    tmp_path: Path, method: str
+) -> None:
+    ender = f"{{target: 'tests.dist.test_hooks:Ender', args: {{method: {method}, step: 6}}}}"
+    words = [f"hooks=[{ender}]", "validation.every=3 steps", "checkpoint.every=3 steps"]
+    if method == "on_start":
+        drill(small(tmp_path, "validation.every=3 steps"), worlds=[1], stop_after=5)
+    ended = drill(small(tmp_path, *words), worlds=[2])
+    assert (ended.summary["status"], ended.summary["step"]) == ("finished", 6)
+    assert ended.summary["ended_early"] == "rank 1 ends it"
+    assert ended.told("validation", "step") == [3, 6]
+    # As after a death before the summary was written. With the same length the decision holds.
+    again = drill(small(tmp_path, *words), worlds=[1])
+    assert (again.summary["step"], again.summary["ended_early"]) == (6, "rank 1 ends it")
+    assert again.summary["metrics"] == ended.summary["metrics"]
+    assert again.told("validation", "step") == [3, 6]
+    words[0] = words[0].replace("step: 6", "step: 99")
+    longer = drill(small(tmp_path, *words, "run.steps=16"), worlds=[2])
+    assert (longer.summary["step"], longer.summary["ended_early"]) == (16, None)

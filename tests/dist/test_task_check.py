@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from steadfast.config import Config
+from steadfast.hooks.hook import HookContext
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import Sums
 from tests.support.drill import drill
@@ -176,3 +177,28 @@ def test_a_method_of_a_sharded_model_is_refused_unless_it_is_named(tmp_path: Pat
     assert [line["loss"] for line in named.history.lines] == pytest.approx(
         [line["loss"] for line in plain.history.lines], rel=1e-9
     )
+
+
+class Prepared(Own):
+    """Has the weights of its classes from a hook."""
+
+    weights: Tensor
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        points, labels = batch
+        return Sums(F.cross_entropy(model(points), labels, self.weights, reduction="sum"), len(points))
+
+
+class Prepares:
+    def on_start(self, run: HookContext) -> None:
+        Prepared.weights = torch.ones(4, dtype=torch.float64)
+        run.log({"prepared": 1})
+
+
+@pytest.mark.parametrize("size", ["2", "auto"])
+def test_a_task_may_need_what_its_hook_prepares(tmp_path: Path, size: str) -> None:
+    tracker = "trackers=[{target: 'tests.examples.json_lines:JsonLines'}]"
+    model = "model={target: 'torch.nn:Linear', args: {in_features: 6, out_features: 4}}"
+    words = [model, tracker, f"hooks=[{{target: '{HERE}:Prepares'}}]", f"batch.microbatch_size={size}"]
+    assert drill(own(tmp_path, "Prepared", *words), worlds=[1]).summary["step"] == 3
+    assert "hooks/prepared" in (tmp_path / "small" / "figures.jsonl").read_text()

@@ -293,6 +293,14 @@ def test_the_command_says_that_runs_are_the_same(pair: Pair, capsys: pytest.Capt
     ]
 
 
+def test_the_command_says_that_one_run_ended_before_the_other(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    pair.theirs.pop()
+    pair.write()
+    assert main(0.0, ["compare", *pair.uris]) == 1
+    told = capsys.readouterr().out.splitlines()[2]
+    assert told == "different last steps, A 10 and B 9; up to there no difference was found"
+
+
 def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.configure("run.seed=2", "optimizer.lr=1e-2")
     for each in pair.theirs[5:]:

@@ -90,8 +90,39 @@ def test_hooks_of_one_class_have_states_of_their_own() -> None:
     config = parse_config("hooks: [{kind: ema, decay: 0.9}, {kind: early_stopping}, {kind: ema, decay: 0.5}]")
     hooks = Hooks(config.hooks, CPU)
     hooks.setup(Tied(), cast(Any, None))
-    assert list(hooks.state_dict()) == ["Ema", "EarlyStopping", "Ema2"]
+    assert list(hooks.state_dict()) == ["Ema", "EarlyStopping", "Ema2", "common"]
     assert hooks.state_dict()["EarlyStopping"]["best"].dtype == torch.float64
     held = hooks.state_dict()["Ema2"]["averages"]["embed.weight"]
     hooks.on_step(1)
     assert hooks.state_dict()["Ema2"]["averages"]["embed.weight"] is held
+
+
+class A:
+    def state_dict(self) -> dict[str, int]:
+        return {"own": 1}
+
+
+class A2(A):
+    pass
+
+
+class A5(A):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("classes", "names"),
+    [
+        ([A, A, A], ["A", "A2", "A3"]),
+        ([A, A2, A], ["A", "A2", "A3"]),
+        ([A5, A], ["A5", "A2"]),  # a run begun with 0.2 has these names too
+        ([A2, A], ["A2", "A3"]),
+        ([A2, A2], ["A2", "A22"]),
+        ([A, A, A2], ["A", "A2", "A22"]),
+        ([A2, A, A], ["A2", "A3", "A4"]),
+    ],
+)
+def test_no_hook_takes_the_name_of_another(classes: list[type], names: list[str]) -> None:
+    found = [f"{{target: 'tests.unit.test_hooks:{each.__name__}'}}" for each in classes]
+    hooks = Hooks(parse_config(f"hooks: [{', '.join(found)}]").hooks, CPU)
+    assert list(hooks.state_dict()) == names

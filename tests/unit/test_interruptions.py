@@ -105,6 +105,14 @@ def test_trackers_mark_the_same_interruptions(directory: RunDirectory) -> None:
     assert Past.read(directory) == Past(1, 0, 1, causes, num_workers=SECOND.world_size, kind="restart")
 
 
+def test_the_past_forgets_validations_of_steps_that_a_rollback_has_taken_back(directory: RunDirectory) -> None:
+    for step in (3, 6, 9):
+        directory.record(events.Validation(step=step, metrics={"loss": 1.0}))
+    directory.record(events.Rollback(steps=(6,), cause="the loss is nan"))
+    directory.record(events.Validation(step=9, metrics={"loss": 2.0}))
+    assert Past.read(directory).validations == {3: {"loss": 1.0}, 9: {"loss": 2.0}}
+
+
 def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained(directory: RunDirectory) -> None:
     directory.record(events.Checkpoint(step=30, path="", seconds=0.0, blocked_s=0.0, bytes=0))
     directory.record(started(1, 2, 20.0, nodes={"a": (0,), "b": (1,)}))
@@ -113,7 +121,7 @@ def test_the_past_knows_the_newest_checkpoint_and_where_the_last_attempt_trained
     directory.record(events.Validation(step=30, metrics={"loss": 2.0}))
     directory.record(events.AttemptEnded(attempt=1, step=40, cause="resized"))
     past = Past.read(directory)
-    assert (past.kind, past.validations) == ("resize", ({"loss": 2.0},))
+    assert (past.kind, past.validations) == ("resize", {30: {"loss": 2.0}})
 
 
 AGAIN = "the command ended without a report, and was run again"

@@ -10,7 +10,7 @@ from steadfast.config import Every
 from steadfast.loop.periodic import Periodic
 from steadfast.loop.trigger import Interval
 from steadfast.world.control import ControlChannel
-from steadfast.world.runtime import FINISH, LEAVE, STOP, Signals
+from steadfast.world.runtime import LEAVE, STOP, Signals
 
 NUM_STEPS = 10
 
@@ -43,30 +43,29 @@ class Scripted:
 
 
 @pytest.mark.parametrize(
-    ("requested", "due", "step", "runs"),
+    ("requested", "due", "at_end", "runs"),
     [
-        ((), False, 5, False),
-        ((), True, 5, True),
-        (("checkpoint",), False, 5, True),
-        (("checkpoint",), True, 5, True),  # once, not twice
-        (("validation",), False, 5, False),  # another act is meant
-        (("checkpoint", STOP), False, 5, False),  # the end writes the state anyway
-        (("checkpoint", LEAVE), False, 5, False),
-        ((STOP,), True, 5, True),  # every rank counts steps by itself, and no message is needed
-        (("checkpoint",), True, NUM_STEPS - 1, True),
-        (("checkpoint",), True, NUM_STEPS, False),  # the end of the run has acts of its own
+        ((), False, False, False),
+        ((), True, False, True),
+        (("checkpoint",), False, False, True),
+        (("checkpoint",), True, False, True),  # once, not twice
+        (("validation",), False, False, False),  # another act is meant
+        (("checkpoint", STOP), False, False, False),  # the end writes the state anyway
+        (("checkpoint", LEAVE), False, False, False),
+        ((STOP,), True, False, True),  # every rank counts steps by itself, and no message is needed
+        (("checkpoint",), True, True, False),  # the end of the run has acts of its own
     ],
 )
 def test_an_act_follows_a_step_if_it_is_due_or_requested(
-    requested: tuple[str, ...], due: bool, step: int, runs: bool
+    requested: tuple[str, ...], due: bool, at_end: bool, runs: bool
 ) -> None:
     ran: list[int] = []
     trigger = Scripted(due)
-    periodic = Periodic(leader=True, num_steps=NUM_STEPS)
+    periodic = Periodic(leader=True, at_end=lambda: at_end)
     periodic.add("checkpoint", trigger, ran.append)
     control = Channel(*requested)
-    periodic.run(step, control)
-    assert ran == ([step] if runs else [])
+    periodic.run(5, control)
+    assert ran == ([5] if runs else [])
     assert trigger.num_done == runs
     # What has been carried out is acknowledged, what has not stays requested; nothing else is touched.
     assert control.requested == set(requested) - ({"checkpoint"} if runs else set())
@@ -74,7 +73,7 @@ def test_an_act_follows_a_step_if_it_is_due_or_requested(
 
 def test_acts_follow_a_step_in_the_order_in_which_they_were_added() -> None:
     ran: list[str] = []
-    periodic = Periodic(leader=False, num_steps=NUM_STEPS)
+    periodic = Periodic(leader=False, at_end=lambda: ran[-2:] == ["validation", "snapshot"])
 
     def record(name: str, _: int) -> None:
         ran.append(name)
@@ -85,13 +84,14 @@ def test_acts_follow_a_step_in_the_order_in_which_they_were_added() -> None:
     periodic.run(1, Channel())
     assert ran == ["validation", "checkpoint"]
     periodic.run(2, Channel("snapshot"))
-    assert ran == ["validation", "checkpoint", "validation", "snapshot", "checkpoint"]
+    # The second act has ended the run, so the third one is left to the end.
+    assert ran == ["validation", "checkpoint", "validation", "snapshot"]
 
 
 def test_an_act_is_done_and_acknowledged_only_after_it_ran() -> None:
     control = Channel("checkpoint")
     trigger = Scripted()
-    periodic = Periodic(leader=True, num_steps=NUM_STEPS)
+    periodic = Periodic(leader=True, at_end=lambda: False)
 
     def fail(step: int) -> None:
         raise OSError("no space left")
@@ -106,7 +106,7 @@ def test_an_act_is_done_and_acknowledged_only_after_it_ran() -> None:
 @pytest.mark.parametrize("leader", [True, False])
 def test_only_the_leader_s_clock_requests_but_every_trigger_is_asked(leader: bool) -> None:
     wanted, idle = Scripted(wanted=True), Scripted()
-    periodic = Periodic(leader, NUM_STEPS)
+    periodic = Periodic(leader, at_end=lambda: False)
     periodic.add("checkpoint", wanted, lambda step: None)
     periodic.add("validation", idle, lambda step: None)
     assert periodic.requests(Signals()) == ({"checkpoint"} if leader else set())
@@ -121,12 +121,11 @@ def test_only_the_leader_s_clock_requests_but_every_trigger_is_asked(leader: boo
         (Signals(stop=True), {STOP}),
         (Signals(leave=True), {LEAVE}),
         (Signals(checkpoint=True), {"checkpoint"}),
-        (Signals(finish=True), {FINISH}),
         (Signals(stop=True, leave=True, checkpoint=True), {STOP, LEAVE, "checkpoint"}),
     ],
 )
 def test_any_rank_passes_its_signals_on(leader: bool, signals: Signals, requests: set[str]) -> None:
-    assert Periodic(leader, NUM_STEPS).requests(signals) == requests
+    assert Periodic(leader, at_end=lambda: False).requests(signals) == requests
 
 
 @given(st.lists(st.integers(0, 200), min_size=NUM_STEPS - 1, max_size=NUM_STEPS - 1))
@@ -137,7 +136,7 @@ def test_minutes_on_the_leader_s_clock_are_steps_of_all_ranks(seconds: list[int]
     ranks = []
     for rank in range(2):
         skew = 100.0 * rank
-        periodic = Periodic(leader=rank == 0, num_steps=NUM_STEPS)
+        periodic = Periodic(leader=rank == 0, at_end=lambda: False)
         trigger = Interval(Every(2, "minutes"), 1, int, lambda skew=skew: skew + (1 + skew) * now_s)  # type: ignore[misc]
         periodic.add("checkpoint", trigger, ran[rank].append)
         ranks.append((periodic, Channel()))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from steadfast.config import parse_config
+from steadfast.run.events import Log, Validation
 from steadfast.storage import LocalStore
 from steadfast.telemetry.past import Past
 from steadfast.telemetry.trackers import build_trackers
@@ -36,6 +37,23 @@ def test_tensorboard_draws_a_step_done_again_once_and_an_image_of_a_hook(tmp_pat
     (image,) = found.Images("hooks/face")
     assert (image.step, image.height, image.width) == (3, 4, 5)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorboard")]
+
+
+def test_tensorboard_gets_what_a_killed_leader_had_not_drawn(tmp_path: Path) -> None:
+    def log(step: int) -> Log:
+        return changed(LOG, step=step, total_steps=9)
+
+    validations = [Validation(step=step, metrics={"loss": 1.0}) for step in (2, 4)]
+    figures: list[Log | Validation] = [log(1), log(2), validations[0], log(3), log(4), validations[1]]
+    for first_step, last in ((1, 3), (5, 0)):
+        trackers = build_trackers(parse_config(""), LocalStore(tmp_path), first_step)
+        trackers.begin(first_step - 1, Past(), figures if first_step > 1 else ())
+        for event in figures[:last] or [log(5)]:
+            trackers.record(event)
+        trackers.close()
+    found = drawn(tmp_path)
+    assert [point.step for point in found.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert [point.step for point in found.Scalars("validation/loss")] == [2, 4]
 
 
 def test_tensorboard_has_the_configuration_without_secrets_and_what_interrupted_the_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event as Flag
 from typing import ClassVar
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ import torch
 from steadfast.config import parse_config
 from steadfast.run.events import Validation
 from steadfast.storage import LocalStore
-from steadfast.telemetry.trackers import MemoryTracker, Trackers, build_trackers
+from steadfast.telemetry.trackers import Tracker, Trackers, build_trackers
 from tests.support.events import LOG
 
 
 def test_trackers_sort_what_a_hook_logs_by_its_kind() -> None:
-    twin = MemoryTracker()
+    tracker = Mock(spec=Tracker)
     values = {
         "one": torch.tensor(1.5),
         "two": 2,
@@ -27,33 +27,32 @@ def test_trackers_sort_what_a_hook_logs_by_its_kind() -> None:
         "face": torch.zeros(3, 4, 5),
         "rows": [{"a": 1, "b": "x"}, {"a": 22}],
     }
-    Trackers([twin]).log(7, values)
-    assert twin.values == {"one": {7: 1.5}, "two": {7: 2.0}}
-    assert twin.texts == {"said": {7: "hello"}, "rows": {7: "a   b\n1   x\n22"}}
-    assert twin.images["face"][7].shape == (4, 5, 3)
+    Trackers([tracker]).log(7, values)
+    assert tracker.scalars.mock_calls == [call(7, {"one": 1.5, "two": 2.0})]
+    assert tracker.text.mock_calls == [call(7, "said", "hello"), call(7, "rows", "a   b\n1   x\n22")]
+    ((step, tag, pixels),) = (each.args for each in tracker.image.mock_calls)
+    assert (step, tag, pixels.shape) == (7, "face", (4, 5, 3))
 
 
 def test_trackers_sort_figures() -> None:
-    twin = MemoryTracker()
-    trackers = Trackers([twin])
+    tracker = Mock(spec=Tracker)
+    trackers = Trackers([tracker])
     trackers.record(LOG)
     trackers.record(Validation(step=10, metrics={"loss": 2.5}))
     trackers.close()
-    assert twin.values == {
-        "train/loss": {10: 2.5},
-        "train/lr": {10: 1e-3},
-        "train/grad_norm": {10: 0.5},
-        "train/accuracy": {10: 0.75},
-        "speed/step_ms": {10: 12.5},
-        "speed/data_wait": {10: 0.0},
-        "speed/units_per_s": {10: 100.0},
-        "speed/samples_per_s": {10: 10.0},
-        "speed/mfu": {10: 0.4},
-        "speed/memory_bytes": {10: 1024},
-        "speed/world_size": {10: 2},
-        "validation/loss": {10: 2.5},
+    train = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "accuracy": 0.75}
+    speed = {
+        "step_ms": 12.5,
+        "data_wait": 0.0,
+        "units_per_s": 100.0,
+        "samples_per_s": 10.0,
+        "mfu": 0.4,
+        "memory_bytes": 1024,
+        "world_size": 2,
     }
-    assert twin.closed
+    expected = {f"train/{name}": value for name, value in train.items()}
+    expected |= {f"speed/{name}": value for name, value in speed.items()}
+    assert tracker.mock_calls == [call.scalars(10, expected), call.scalars(10, {"validation/loss": 2.5}), call.close()]
 
 
 class Misbehaving:

@@ -88,3 +88,15 @@ def test_an_image_is_logged_and_a_run_in_which_nothing_can_be_drawn_any_more_is_
     drawn = (3, {"hooks/face": ("image", (4, 5, 1))})
     opened = library.told[0]
     assert library.told == [opened, drawn, "finish", opened, "finish", opened, "finish"]
+
+
+def test_figures_that_a_killed_leader_had_not_logged_come_first(library: Library, tmp_path: Path) -> None:
+    library.may_finish.set()
+    for steps, lost in (([1, 2], ()), ([5], (1, 2, 3, 4))):
+        one = tracker(tmp_path)
+        for step in lost:
+            one.resend(step, {"train/loss": 1.0})
+        for step in steps:
+            one.scalars(step, {"train/loss": 1.0})
+        one.close()
+    assert [each[0] for each in library.told if isinstance(each[0], int)] == [1, 2, 3, 4, 5]

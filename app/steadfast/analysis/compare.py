@@ -85,13 +85,18 @@ class Comparison:
     first: Difference | None = None
     changes: list[Change] = field(default_factory=list)
 
+    @property
+    def same(self) -> bool:
+        """Return whether no difference was found, and both runs have the same last step."""
+        return self.first is None and self.last_steps[0] == self.last_steps[1]
+
     def to_line(self) -> Line:
         """Return the result as a JSON object for scripts."""
         found = asdict(self) | {"last_steps": list(self.last_steps)}
         keys = []
         for each in self.changes:
             keys.append({"key": each.key, "a": each.old, "b": each.new, "identity": each.identity})
-        return {"same": self.first is None, **found, "changes": keys}
+        return {"same": self.same, **found, "changes": keys}
 
     def add(self, step: int, lines: tuple[Line | None, Line | None]) -> None:
         """Compare the next step that has a line in at least one ledger."""

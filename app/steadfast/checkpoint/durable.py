@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -64,6 +65,7 @@ class Checkpoints:
         self.world = world
         self._fingerprints = fingerprints
         self._newest = 0  # newest step on storage or being written
+        self._measured: set[str] = set()  # names of the metrics that its manifest has
         self._writer = writer  # belongs to the process, and knows earlier attempts
         # Under DDP every rank holds the whole state, and the leader writes it alone, without waiting for other ranks.
         self.replicated = parallel.survivors_hold_all
@@ -121,7 +123,7 @@ class Checkpoints:
             whys: list[str] = [""] * self.world.size
             dist.all_gather_object(whys, why, group=control)
             if not any(whys):
-                self._newest = manifest.step
+                self._newest, self._measured = manifest.step, set(manifest.metrics)
                 return manifest, damaged
             damaged[manifest.step] = next(filter(None, whys))
             if self.world.leader:
@@ -193,13 +195,29 @@ class Checkpoints:
             if ending.kind != "resized":
                 raise
 
+    def has(self, step: int, metrics: Collection[str]) -> bool:
+        """Return whether this attempt has restored or saved the checkpoint of `step` with these metrics."""
+        # A process that lost its peers in a validation writes the state without metrics.
+        return step == self._newest and self._measured.issuperset(metrics)
+
+    def lacks(self, step: int, metrics: Collection[str]) -> bool:
+        """Return whether no checkpoint of `step` with these metrics is on storage or on its way. A collective."""
+        control = self.world.groups.control
+        found = self._writer.holds(step)
+        # A commit under way may have ended meanwhile, so storage is read after the writer.
+        if self.world.leader and not found:
+            with contextlib.suppress(OSError):
+                manifest = self._candidate({})
+                found = manifest is not None and manifest.step == step and manifest.metrics.keys() >= set(metrics)
+        return not any_rank(found, control)
+
     def _save(self, step: int, state: State, metrics: dict[str, float]) -> None:
-        if step == self._newest:
+        if self.has(step, metrics):
             return
         # Shards are committed once all ranks have written theirs, so all ranks must write the same steps.
         if not self.replicated and any_rank(self._writer.busy, self.world.groups.control):
             return
-        self._newest = step
+        self._newest, self._measured = step, set(metrics)
         if self._writes:
             self.stage(step, state, metrics)
 

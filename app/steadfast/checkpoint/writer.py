@@ -84,6 +84,11 @@ class Writer:
     def busy(self) -> bool:
         return self._waiting is not None or self._under_way is not None
 
+    def holds(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is not committed yet."""
+        with self._changed:
+            return any(pending is not None and pending.step == step for pending in (self._waiting, self._under_way))
+
     def begin_attempt(self, attempt: int, skip: frozenset[int], commits_alone: bool) -> None:
         """Continue in another attempt, which leaves out the steps in `skip`."""
         # A write that needs the other ranks of its attempt can never be committed. A state that may contain the update

@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the comparison. Return 1 if two runs differ in their steps, else 0."""
+    """Print the comparison. Return 1 if two runs differ in their steps or in their last step, else 0."""
     take_storage(options)
     if len(options.runs) < 2:
         raise UsageError("compare takes two runs or more, for example: compare ddp other")
@@ -61,7 +61,7 @@ def run(options: Namespace) -> int:
         print(json_line(_document(outcomes, keys, found)))
     else:
         _print(runs, found, _table(outcomes, keys))
-    return int(found is not None and found.first is not None)
+    return int(found is not None and not found.same)
 
 
 def _document(outcomes: Sequence["Outcome"], keys: dict[str, list[Any]], found: "Comparison | None") -> dict[str, Any]:
@@ -150,8 +150,11 @@ def _page(one: RunDirectory, other: RunDirectory, found: "Comparison") -> str:
     identity = [change.key for change in found.changes if change.identity]
     if identity:
         lines.append(f"their configurations make them different runs: {', '.join(identity)}")
-    if found.first is None:
+    if found.same:
         lines.append("no difference found in the compared values")
+    elif found.first is None:
+        last_a, last_b = found.last_steps
+        lines.append(f"different last steps, A {last_a} and B {last_b}; up to there no difference was found")
     else:
         lines.append(f"they differ, first at step {found.first.step}: {_in_words(found.first)}")
         for name, ran in zip("AB", found.first.ran, strict=True):

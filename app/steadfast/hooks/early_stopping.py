@@ -32,7 +32,7 @@ class EarlyStopping:
             return
         self._num_worse += 1
         if self._num_worse >= self._config.patience:
-            validations = plural(self._num_worse, "validation")
+            validations = plural(self._config.patience, "validation")
             run.end_run(f"{metric} has not been better than {number(self._sign * self._best)} for {validations}")
 
     def state_dict(self) -> dict[str, float]:

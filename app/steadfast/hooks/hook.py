@@ -44,9 +44,10 @@ class HookContext:
             self._draw(self.step, {f"hooks/{name}": value for name, value in values.items()})
 
     def end_run(self, reason: str) -> None:
-        """Finish the run at the next agreed step.
+        """Finish the run at `step`, with a last validation and checkpoint.
 
-        A call on one rank is enough, but only rank 0's reason is kept.
+        A call on one rank is enough, in `on_start`, `on_step`, `on_validation` or `on_checkpoint`. All ranks agree on
+        the end right after that method, on the reason of the lowest rank that gives one.
         """
         self.ended_early = reason
 
@@ -54,9 +55,10 @@ class HookContext:
 class Hook:
     """Methods that a hook may have; deriving from this class is optional.
 
-    All ranks call each method after the same step. A hook returns a state that must survive from `state_dict`: tensors,
-    numbers, and dictionaries of them, under the same names and in the same shapes from `setup` on. The state is in
-    every checkpoint, and new workers receive it from workers that hold it.
+    All ranks call each method after the same step. A validation or checkpoint in which a worker died is made up for by
+    the next attempt; a hook with a state sees each validation once. A hook returns a state that must survive from
+    `state_dict`: tensors, numbers, and dictionaries of them, under the same names and in the same shapes from `setup`
+    on. The state is in every checkpoint, and new workers receive it from workers that hold it.
     """
 
     def setup(self, run: HookContext) -> None:

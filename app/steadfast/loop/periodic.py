@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from steadfast.loop.trigger import Trigger
 from steadfast.world.control import ControlChannel
-from steadfast.world.runtime import CHECKPOINT, FINISH, LEAVE, STOP, Signals
+from steadfast.world.runtime import CHECKPOINT, LEAVE, STOP, Signals
 
 
 class _Act(NamedTuple):
@@ -15,11 +15,15 @@ class _Act(NamedTuple):
 
 
 class Periodic:
-    """Periodic acts of an attempt, in the order of their execution."""
+    """Periodic acts of an attempt, in the order of their execution.
 
-    def __init__(self, leader: bool, num_steps: int) -> None:
+    Args:
+        at_end: returns whether the run ends now, the same on all ranks.
+    """
+
+    def __init__(self, leader: bool, at_end: Callable[[], bool]) -> None:
         self._leader = leader
-        self._num_steps = num_steps
+        self._at_end = at_end
         self._acts: list[_Act] = []
         self.names: list[str] = []  # of the acts that a rank may request through the control channel
 
@@ -30,7 +34,7 @@ class Periodic:
 
     def requests(self, signals: Signals) -> set[str]:
         """Return this rank's requests; the leader adds the acts that are due."""
-        signalled = {STOP: signals.stop, LEAVE: signals.leave, FINISH: signals.finish, CHECKPOINT: signals.checkpoint}
+        signalled = {STOP: signals.stop, LEAVE: signals.leave, CHECKPOINT: signals.checkpoint}
         requests = {name for name, wanted in signalled.items() if wanted}
         for act in self._acts:
             # Every rank asks its trigger, which may have upkeep to do, but only the leader's clock counts.
@@ -40,8 +44,8 @@ class Periodic:
 
     def run(self, step: int, control: ControlChannel) -> None:
         """Carry out the acts that are due after `step`. A collective."""
-        # The end of a run has acts of its own, which would repeat these.
-        if step >= self._num_steps:
+        # The end of a run has acts of its own, which would repeat these. A validation may bring the end about.
+        if self._at_end():
             return
         for act in self._acts:
             # An attempt that is about to end writes its state anyway, so requests are not carried out.
@@ -50,3 +54,5 @@ class Periodic:
                 act.run(step)
                 act.trigger.done()
                 control.acknowledge(act.name)
+                if self._at_end():
+                    return

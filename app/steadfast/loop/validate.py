@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from steadfast.data import Fetched
@@ -39,6 +40,20 @@ class Validator:
         """Return the results of the validation after `step`, if any."""
         return self._metrics if step == self._step else {}
 
+    def resume(self, step: int, recorded: dict[str, float]) -> None:
+        """Take over the validation of the restored step from an earlier attempt. A collective.
+
+        Args:
+            recorded: metrics of that validation in the events, {} if there are none; the leader's count.
+        """
+        if self._plan is None:
+            return
+        found = [recorded]
+        dist.broadcast_object_list(found, src=0, group=self._world.groups.control)
+        if found[0]:
+            self._step, self._metrics = step, found[0]
+            self._worker.hooks.on_validation(step, self._metrics, recorded=True)
+
     def checkpoint_trigger(self, age_s: float, is_left_on_one_node: bool) -> Trigger:
         """Return the trigger of checkpoints; the last one is `age_s` old.
 
@@ -62,7 +77,7 @@ class Validator:
         self._step = step
         self._metrics = self._measure(model)
         if self._metrics:
-            self._worker.hooks.on_validation(self._metrics)
+            self._worker.hooks.on_validation(step, self._metrics)
         return self._metrics
 
     def at_end(self, outcome: Outcome, model: nn.Module) -> dict[str, float]:

@@ -313,6 +313,8 @@ class WorkerState:
         """Find out whether this rank's shards remain valid, or move to other ranks. A collective."""
         if world.amendments.skip != self.amendments.skip:
             self._shards = None
+        if self._shards is not None:
+            self.current(self._shards.state)  # an attempt that was interrupted has not noted its hooks' numbers
         in_place = world.replica_size > 1 and self._shards is not None and self._shards.world.box == world.box
         control = world.groups.control
         steps: list[int] = gather_numbers(self.step if in_place else 0, control).tolist()
@@ -478,6 +480,11 @@ class WorkerState:
     def num_steps(self) -> int:
         """Return the length of the run in optimizer steps."""
         return self.config.run.num_steps(self.order.num_train, self.config.batch.global_size, self.amendments.ends)
+
+    @property
+    def at_end(self) -> bool:
+        """Return whether the run ends after the held step, by its length or by a hook."""
+        return bool(self.hooks.ended_early) or self.step >= self.num_steps
 
     def fix_microbatch_size(self, size: int) -> None:
         """Record the size of a microbatch in this run."""

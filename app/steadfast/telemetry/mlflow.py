@@ -88,6 +88,8 @@ class MlflowTracker:
 
         self._background.submit(write)
 
+    resend = scalars  # drops what MLflow has
+
     def _last_step(self, tag: str) -> int:
         """Return the last step of a metric that an earlier attempt has stored, or -1."""
         # MLflow would keep a second value of a step that is done again, and the second equals the first.

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import AttemptStarted, Checkpoint, Event, Validation
+from steadfast.run.events import AttemptStarted, Checkpoint, Event, Rollback, Validation
 from steadfast.telemetry.interruptions import Kind, read_interruptions
 
 
@@ -23,7 +23,8 @@ class Past:
     num_workers: int | None = None  # number of workers of the last attempt
     layout: str | None = None  # of the last attempt
     kind: Kind | None = None  # kind of the interruption before this attempt
-    validations: tuple[Mapping[str, float], ...] = ()  # metrics of all validations
+    # Metrics of each validation by step, without those of steps that a rollback has taken back.
+    validations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: RunDirectory) -> Self:
@@ -33,18 +34,22 @@ class Past:
         """
         # One pass over the events answers all questions, because the first step waits for this reading.
         newest: dict[type[Event], Any] = {}
-        validations: list[Mapping[str, float]] = []
+        validations: dict[int, Mapping[str, float]] = {}
 
         def noted() -> Iterator[Event]:
             for event in directory.all_events():
                 newest[type(event)] = event
-                if isinstance(event, Validation):
-                    validations.append(event.metrics)
+                match event:
+                    case Validation(step=step, metrics=metrics):
+                        validations[step] = metrics
+                    case Rollback(steps=steps):
+                        for step in [step for step in validations if step >= min(steps)]:
+                            del validations[step]
                 yield event
 
         interruptions = read_interruptions(noted())
         counts = Counter(each.kind for each in interruptions)
-        past = cls(counts["failure"], counts["resize"], counts["restart"], validations=tuple(validations))
+        past = cls(counts["failure"], counts["resize"], counts["restart"], validations=validations)
         if saved := newest.get(Checkpoint):
             past = replace(past, committed=saved.step)
         if started := newest.get(AttemptStarted):

@@ -25,7 +25,7 @@ from steadfast.plan import Plan
 from steadfast.run import events
 from steadfast.run.directory import METRICS, RunDirectory
 from steadfast.run.ledger import ACTS, Ledger, StepStats, StepTimes
-from steadfast.storage.jsonl import open_stream
+from steadfast.storage.jsonl import last_lines, open_stream
 from steadfast.tasks import Task
 from steadfast.telemetry.goodput import goodput, read_totals
 from steadfast.telemetry.meters import GpuMeter, Meters
@@ -59,7 +59,8 @@ class Recorder:
         self._runtime = runtime
         self._world = world
         self._worker = worker
-        self._metrics: dict[str, float] = {}  # of the last validation in this attempt
+        # Of the last validation in this attempt, or of the restored step. Other ranks know those of this attempt only.
+        self.metrics: dict[str, float] = {}
         self._ran: dict[int, tuple[StepResult, StepTimes]] = {}  # steps finished on this rank, but not on all ranks yet
         self._digests: dict[int, str] = {}  # by step: digest of the weights after it, for its ledger line
         self._acts_s = dict.fromkeys(ACTS, 0.0)  # seconds in each act of this attempt, up to the last step
@@ -72,6 +73,7 @@ class Recorder:
         self._best = math.inf  # best value of a validation so far, with the other sign if the greatest is the best
         self._lost_steps = 0  # finished steps that this attempt repeats
         self._trackers = Trackers([])
+        self._early: list[tuple[int, Mapping[str, Any]]] | None = []  # figures of hooks before `begin`
         self._meters = _meters(worker, config.precision.tf32)
         self._gpu_meter = GpuMeter(worker.precision.device)
         self._profiler = Profiler(config.profile, directory, world, worker.precision.device)
@@ -91,13 +93,15 @@ class Recorder:
         self._started = restored, timer
         self._profiler.begin(restored.step)
         self._snapshots = snapshots
+        early, self._early = self._early or (), None
         if not self._world.leader:
             return
         self._figures = open_stream(self._directory.store, METRICS)
         self._worker.close_later(self._figures.close)
         self._past = Past.read(self._directory)
-        for metrics in self._past.validations:
+        for metrics in self._past.validations.values():
             self._is_best(metrics)
+        self.metrics = dict(self._past.validations.get(restored.step, {}))
         # A checkpoint of an earlier process is known only from its event.
         self._committed = max(self._committed, self._past.committed)
         if restored.source == "checkpoint":
@@ -112,7 +116,9 @@ class Recorder:
         self._trackers = build_trackers(self._config, self._directory.store, restored.step + 1)
         # The lambda looks up the trackers only when it is called, because `end` removes them from the recorder.
         self._worker.close_later(lambda: self._trackers.leave())
-        self._trackers.begin(restored.step, self._past)
+        self._trackers.begin(restored.step, self._past, self._newest_figures(restored.step))
+        for step, values in early:
+            self._trackers.log(step, values)
         for step, why in restored.damaged.items():
             self._publish(events.CheckpointQuarantined(step=step, error=why))
         for step, why in snapshots.damaged.items():
@@ -128,6 +134,18 @@ class Recorder:
         # ended before it wrote the lines of these steps.
         for step in range(written + 1, restored.step + 1):
             self._write_as_planned(step)
+
+    def _newest_figures(self, step: int) -> list[events.Log | events.Validation]:
+        """Return the newest figures up to `step`, in the order of steps. All figures would take long to read."""
+        found: dict[int, list[events.Log | events.Validation]] = {}
+        for line in last_lines(self._directory.store, METRICS):
+            log = events.parse_event(line)
+            if isinstance(log, events.Log) and log.step <= step:
+                found[log.step] = [log]  # the line of a step that was done again replaces the former one
+        for validated, metrics in self._past.validations.items():
+            if validated in range(min(found, default=0), step + 1):
+                found.setdefault(validated, []).append(events.Validation(step=validated, metrics=metrics))
+        return [event for _, each in sorted(found.items()) for event in each]
 
     def _tell_of_numerics(self) -> None:
         gpus = self._worker.gpus
@@ -321,11 +339,12 @@ class Recorder:
         """
         if not metrics:
             return
-        self._metrics = metrics
+        self.metrics = metrics
         event = events.Validation(step=step, metrics=metrics, best=self._is_best(metrics) or None)
+        self._publish(event)
+        # Trackers come last: the next attempt sends them what is in the events.
         if self._world.leader:
             self._trackers.record(event)
-        self._publish(event)
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Remember a validation, and return whether no earlier one was as good.
@@ -340,7 +359,10 @@ class Recorder:
 
     def figures(self, step: int, values: Mapping[str, Any]) -> None:
         """Send what the user's hooks log to the trackers."""
-        self._trackers.log(step, values)
+        if self._early is None:
+            self._trackers.log(step, values)
+        else:
+            self._early.append((step, values))
 
     def gradient_norms(self, result: StepResult) -> None:
         """Send the distribution of the parameters' gradient norms to the trackers.
@@ -428,7 +450,7 @@ class Recorder:
             "step": outcome.step,
             "samples": totals.samples,
             "tokens": tokens,
-            "metrics": self._metrics,
+            "metrics": self.metrics,
             **hashes,
             "attempts": self._world.attempt,
             "lost_steps": totals.num_lost,

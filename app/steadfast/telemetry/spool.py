@@ -1,13 +1,19 @@
 """Folder of a run directory for libraries that only write local files."""
 
 import contextlib
+import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from steadfast.storage import LocalStore, Store
+from steadfast.storage.documents import read_json
 
 _UPLOAD_EVERY_S = 20.0
+_DRAWN = "drawn.json"
+
+Figures = dict[str, float]  # by tag, such as "train/loss"
 
 
 class Spool:
@@ -22,6 +28,7 @@ class Spool:
         self._folder = folder
         self._uploaded_s = time.monotonic()
         self._uploaded: dict[Path, tuple[int, int]] = {}  # by file: its bytes and its modification time when uploaded
+        self._drawn: dict[str, int] | None = None  # last drawn step of each group of figures, once it is read
         self._temporary: TemporaryDirectory[str] | None = None
         self.path = Path(store.uri) / folder
         if not isinstance(store, LocalStore):
@@ -38,7 +45,8 @@ class Spool:
         self._uploaded_s = time.monotonic()
         if self._temporary is None:
             return
-        for path in self.path.rglob("*"):
+        # The note of what is drawn comes last, because a kill must not leave it ahead of the figures.
+        for path in sorted(self.path.rglob("*"), key=lambda path: path.name == _DRAWN):
             # The target of a link is copied by itself, or lies outside of the folder.
             if path.is_symlink() or not path.is_file():
                 continue
@@ -50,8 +58,31 @@ class Spool:
                     self._store.commit(f"{self._folder}/{path.relative_to(self.path)}", path.read_bytes())
                     self._uploaded[path] = now
 
+    def make_up(self, step: int, figures: Figures, draw: Callable[[int, Figures], object]) -> None:
+        """Draw figures if no attempt has noted that those of this step and group are drawn."""
+        if step > self._noted().get(_group(figures), -1):
+            draw(step, figures)
+
+    def note(self, step: int, figures: Figures) -> None:
+        """Note for later attempts that figures are drawn."""
+        self._noted()[_group(figures)] = step
+        self.path.mkdir(parents=True, exist_ok=True)
+        new = self.path / f"{_DRAWN}.new"
+        new.write_text(json.dumps(self._noted()))
+        new.replace(self.path / _DRAWN)
+
+    def _noted(self) -> dict[str, int]:
+        if self._drawn is None:
+            self._drawn = read_json(self._store, f"{self._folder}/{_DRAWN}") or {}
+        return self._drawn
+
     def close(self) -> None:
         """Copy changed files a last time, and delete the temporary folder."""
         self.upload()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _group(figures: Figures) -> str:
+    """Return the group of figures that one call draws, such as "train"."""
+    return next(iter(figures), "").partition("/")[0]

@@ -26,14 +26,18 @@ class TensorBoardTracker:
         self._background.submit(open_writer)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        def write() -> None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
+        self._background.submit(lambda: self._draw(step, values))
 
-            # All values go into one event. One call of `add_scalar` for each value takes five times as much CPU.
-            figures = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._writer.file_writer.add_summary(Summary(value=figures), step)
+    def resend(self, step: int, values: dict[str, float]) -> None:
+        self._background.submit(lambda: self._spool.make_up(step, values, self._draw))
 
-        self._submit(write)
+    def _draw(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # All values go into one event. One call of `add_scalar` for each value takes five times as much CPU.
+        figures = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(lambda: self._writer.file_writer.add_summary(Summary(value=figures), step))
+        self._spool.note(step, values)
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
         def write() -> None:
@@ -60,14 +64,14 @@ class TensorBoardTracker:
         self._submit(write)
 
     def _submit(self, write: Callable[[], None]) -> None:
-        def write_through() -> None:
-            write()
-            # A killed leader loses unflushed figures, and if survivors hold the state no attempt draws them again.
-            self._writer.flush()
-            if self._spool.due:
-                self._spool.upload()
+        self._background.submit(lambda: self._write(write))
 
-        self._background.submit(write_through)
+    def _write(self, write: Callable[[], None]) -> None:
+        write()
+        # A killed leader loses unflushed figures.
+        self._writer.flush()
+        if self._spool.due:
+            self._spool.upload()
 
     def close(self) -> None:
         def end() -> None:

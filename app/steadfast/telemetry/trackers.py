@@ -1,7 +1,6 @@
-"""Trackers of figures: protocol, builders, and an in-memory twin for tests."""
+"""Trackers of figures: protocol and builders."""
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from threading import Thread
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from steadfast.telemetry.background import Background
 from steadfast.telemetry.media import Pixels, is_image, pixels_of, table_of
 from steadfast.telemetry.mlflow import MlflowTracker
 from steadfast.telemetry.past import Past
+from steadfast.telemetry.spool import Spool
 from steadfast.telemetry.tensorboard import TensorBoardTracker
 from steadfast.telemetry.wandb import WandbTracker
 
@@ -30,6 +30,10 @@ class Tracker(Protocol):
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Store one number for each tag."""
+        ...
+
+    def resend(self, step: int, values: dict[str, float]) -> None:
+        """Store the numbers unless an earlier attempt has stored them."""
         ...
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
@@ -58,16 +62,27 @@ class OwnTracker:
         name: name of the tracker in warnings.
         build: returns the tracker. It is called on the background thread too, because some libraries tie a run to the
             thread that opened it.
+        spool: folder for the note of what the tracker has drawn.
     """
 
-    def __init__(self, name: str, build: Callable[[], Any]) -> None:
+    def __init__(self, name: str, build: Callable[[], Any], spool: Spool) -> None:
         self._build = build
+        self._spool = spool
         self._tracker: Any = None
         self._background = Background(name)
         self._background.submit(self._open)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        self._background.submit(lambda: self._tracker.scalars(step, values))
+        self._background.submit(lambda: self._draw(step, values))
+
+    def resend(self, step: int, values: dict[str, float]) -> None:
+        self._background.submit(lambda: self._spool.make_up(step, values, self._draw))
+
+    def _draw(self, step: int, values: dict[str, float]) -> None:
+        self._tracker.scalars(step, values)
+        self._spool.note(step, values)
+        if self._spool.due:
+            self._spool.upload()
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
         self._background.submit(lambda: self._tracker.histogram(step, tag, values))
@@ -95,33 +110,7 @@ class OwnTracker:
         # There is no tracker if `_build` has raised.
         if self._tracker is not None:
             self._tracker.close()
-
-
-class MemoryTracker:
-    """In-memory tracker for tests: `values[tag][step]`, and alike `histograms`, `texts` and `images`."""
-
-    def __init__(self) -> None:
-        self.values: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        self.histograms: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
-        self.texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
-        self.images: defaultdict[str, dict[int, Pixels]] = defaultdict(dict)
-        self.closed = False
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        for tag, value in values.items():
-            self.values[tag][step] = value
-
-    def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
-        self.histograms[tag][step] = list(values)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        self.texts[tag][step] = text
-
-    def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        self.images[tag][step] = pixels
-
-    def close(self) -> None:
-        self.closed = True
+        self._spool.close()
 
 
 class Trackers:
@@ -169,8 +158,15 @@ class Trackers:
         for tracker in self._trackers:
             tracker.text(step, tag, text)
 
-    def begin(self, step: int, past: Past) -> None:
-        """Store configuration and interruptions of the run, before an attempt's first step."""
+    def begin(self, step: int, past: Past, figures: Sequence[Log | Validation] = ()) -> None:
+        """Store configuration and interruptions of the run, before an attempt's first step.
+
+        Args:
+            figures: newest figures of earlier attempts, which a killed leader may not have sent.
+        """
+        for event in figures:
+            for tracker in self._trackers:
+                tracker.resend(event.step, event.figures())
         self.text(step, "configuration", self._configuration)
         counts: dict[str, float] = {
             "events/failures": past.num_failures,
@@ -218,7 +214,7 @@ def build_trackers(run: Config, store: Store, first_step: int) -> Trackers:
                 trackers.append(MlflowTracker(config, run.run.name, public.model_dump(mode="json"), store))
             else:
                 build = bind_target(config, "trackers", location=store.uri, first_step=first_step)
-                trackers.append(OwnTracker(config.target, build))
+                trackers.append(OwnTracker(config.target, build, Spool(store, f"trackers/{config.target}")))
         # A wrong name or argument ends the run, because the next attempt would fail in the same way. An unreachable
         # service only turns the tracker off.
         except ConfigError:

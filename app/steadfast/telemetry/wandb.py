@@ -75,7 +75,14 @@ class WandbTracker:
         return "online" if self._wandb.api.api_key else "offline"
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        self._log(step, lambda: dict(values))
+        self._background.submit(lambda: self._draw(step, values))
+
+    def resend(self, step: int, values: dict[str, float]) -> None:
+        self._background.submit(lambda: self._spool.make_up(step, values, self._draw))
+
+    def _draw(self, step: int, values: dict[str, float]) -> None:
+        self._write(step, dict(values))
+        self._spool.note(step, values)
 
     def histogram(self, step: int, tag: str, values: Sequence[float]) -> None:
         self._log(step, lambda: {tag: self._wandb.Histogram(values)})
@@ -101,13 +108,13 @@ class WandbTracker:
             self._spool.close()
 
     def _log(self, step: int, values: Callable[[], dict[str, Any]]) -> None:
-        def write() -> None:
-            # The figures name their step, so that W&B drops steps that are done again when it is online.
-            self._run.log(values(), step=step)
-            if self._spool.due:
-                self._spool.upload()
+        self._background.submit(lambda: self._write(step, values()))
 
-        self._background.submit(write)
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        # The figures name their step, so that W&B drops steps that are done again when it is online.
+        self._run.log(values, step=step)
+        if self._spool.due:
+            self._spool.upload()
 
 
 def _id_of(store: Store) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from steadfast.plan import Microbatch
 from steadfast.run.ledger import NotFinite, StepStats
-from steadfast.world.runtime import FINISH, LEAVE, STOP
+from steadfast.world.runtime import LEAVE, STOP
 from steadfast.world.sums import Plain, Summation
 
 _HALF = 1 << 32
@@ -169,7 +169,7 @@ class ControlChannel:
     Args:
         group: a gloo group of the whole world for the channel's exclusive use.
         lag_steps: steps by which a message trails, so that its device numbers have arrived: 0 on CPU, 1 on CUDA.
-        names: requests besides "stop", "leave" and "finish"; the same on all ranks, in the same order.
+        names: requests besides "stop" and "leave"; the same on all ranks, in the same order.
         rider: further numbers in the messages.
 
     Attributes:
@@ -188,7 +188,7 @@ class ControlChannel:
         self._group = group
         self._is_leader = group.rank() == 0
         self._lag_steps = lag_steps
-        self._names = (STOP, LEAVE, FINISH, *names)
+        self._names = (STOP, LEAVE, *names)
         self._rider = rider or Rider()
         self._pace = _Pace(clock)
         self._step = 0
@@ -199,7 +199,7 @@ class ControlChannel:
 
     @property
     def ending(self) -> bool:
-        return not self.requested.isdisjoint((STOP, LEAVE, FINISH))
+        return not self.requested.isdisjoint((STOP, LEAVE))
 
     def acknowledge(self, name: str) -> None:
         """Remove a request that all ranks have carried out."""

@@ -26,7 +26,6 @@ Axis = Literal["replicate", "stage", "shard", "tensor"]
 STOP = "stop"
 LEAVE = "leave"
 CHECKPOINT = "checkpoint"
-FINISH = "finish"
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,6 @@ class Signals:
 
     stop: bool = False  # end the run at the next agreed step, resumable
     leave: bool = False  # end this attempt at the next agreed step; another world follows
-    finish: bool = False  # end the run at the next agreed step as if it were its last
     checkpoint: bool = False  # write a checkpoint, because no worker with the state will be in the next world
 
 
@@ -139,9 +137,9 @@ class Outcome:
     step: int
 
     @classmethod
-    def of(cls, step: int, num_steps: int, requested: Collection[str]) -> Self:
-        """Return the end of an attempt after `step`, from the agreed requests."""
-        if step == num_steps or FINISH in requested:
+    def of(cls, step: int, at_end: bool, requested: Collection[str]) -> Self:
+        """Return the end of an attempt after `step`, from the end of the run and the agreed requests."""
+        if at_end:
             return cls("finished", step)
         # A run that is to stop needs no other world, even if a worker has to leave as well.
         if LEAVE in requested and STOP not in requested:
