@@ -16,7 +16,7 @@ from steadfast.config.target import build_target
 from steadfast.errors import TrainingError
 from steadfast.hooks.early_stopping import EarlyStopping
 from steadfast.hooks.ema import Ema
-from steadfast.hooks.hook import Draw, HookContext
+from steadfast.hooks.hook import Draw, Hook, HookContext
 from steadfast.world.runtime import Outcome, Signals, World
 
 
@@ -42,6 +42,12 @@ class Hooks:
     def ended_early(self) -> str:
         """Reason why a hook has ended the run, "" if none has."""
         return "" if self._run is None else self._run.ended_early
+
+    @property
+    def act_on_steps(self) -> bool:
+        """Return whether a hook of the user's own has a method `on_step`."""
+        methods = [getattr(hook, "on_step", None) for hook in self._hooks.values()]
+        return any(getattr(each, "__func__", each) not in (None, Hook.on_step, Ema.on_step) for each in methods)
 
     def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give model and optimizer to every hook, in the first call only."""
