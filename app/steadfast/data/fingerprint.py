@@ -2,18 +2,24 @@
 
 import hashlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from steadfast.data.batches import layout_of, leaves_of, stack, tensors_of
+from steadfast.data.batches import layout_of, leaves_of, stack
 from steadfast.data.datasets import Dataset
 from steadfast.data.randomness import own_randomness
 
 LAYOUT = "layout "  # begins the fingerprint of a dataset whose samples differ each time they are read
 _FORMER_LENGTH = 16  # of the fingerprints of former versions, which cover the first and the last sample
 _AGAIN_S = 0.2  # time for reading samples again, of which two are read in any case
+
+
+class _Sample(NamedTuple):
+    tensors: bytes
+    others: bytes  # texts and images
+    layout: frozenset[str]  # names, types and shapes
 
 
 def fingerprint(dataset: Dataset, num_samples: int = 12) -> str:
@@ -23,23 +29,21 @@ def fingerprint(dataset: Dataset, num_samples: int = 12) -> str:
     if sources is not None:
         marks = [fingerprint(source, max(3, num_samples // len(sources))) for source in sources]
         kind = LAYOUT if any(mark.startswith(LAYOUT) for mark in marks) else ""
-        return kind + _digest(" ".join(mark[:_FORMER_LENGTH] for mark in marks).encode(), *map(str.encode, marks))
-    size = f"{len(dataset)}{getattr(dataset, 'digest', '')}".encode()
+        return kind + _digest(" ".join(mark[:_FORMER_LENGTH] for mark in marks)) + _digest(*marks)
+    size = f"{len(dataset)}{getattr(dataset, 'digest', '')}"
     if hasattr(dataset, "digest"):
         num_samples = 2  # a sample of a shard may take a hundred megabytes to read
     last = len(dataset) - 1
-    samples: dict[int, Any] = dict.fromkeys(last * number // (num_samples - 1) for number in range(num_samples))
-    for index in samples:
-        samples[index] = _read(dataset, index)
+    indices = sorted({last * number // (num_samples - 1) for number in range(num_samples)})
+    samples = [_read(dataset, index) for index in indices]
     until_s = time.monotonic() + _AGAIN_S
-    for number, (index, sample) in enumerate(samples.items()):
+    for number, (index, sample) in enumerate(zip(indices, samples, strict=True)):
         if not getattr(dataset, "is_augmented", True) or (number >= 2 and time.monotonic() > until_s):
             break
-        if _content(_read(dataset, index)) != _content(sample):
-            layouts = [set(map(str, layout_of(each))) for each in samples.values()]
-            return LAYOUT + _digest(size, " ".join(sorted(set.intersection(*layouts))).encode())
-    ends = [_bytes_of(tensor) for index in (0, last) for tensor in tensors_of(stack([samples[index]]))]
-    return _digest(size + b"".join(ends), *map(_content, samples.values()))
+        if _read(dataset, index) != sample:
+            return LAYOUT + _digest(size, *sorted(frozenset.intersection(*[each.layout for each in samples])))
+    former = _digest(size, samples[0].tensors, samples[-1].tensors)
+    return former + _digest(*[part for each in samples for part in each[:2]])
 
 
 def is_same_data(stored: str, own: str) -> bool:
@@ -50,29 +54,30 @@ def is_same_data(stored: str, own: str) -> bool:
     return stored == own
 
 
-def _read(dataset: Dataset, index: int) -> Any:
+def _read(dataset: Dataset, index: int) -> _Sample:
     # Without a seed, a dataset with random augmentation would return another sample each time.
     with own_randomness(0):
         try:
-            return dataset[index]
+            sample = dataset[index]
+            leaves = list(leaves_of(stack([sample])))
         except Exception as error:
             if index in (0, len(dataset) - 1):
                 raise
-            return type(error).__name__  # an order of the user's own may leave out what cannot be read
-
-
-def _content(sample: Any) -> bytes:
-    return hashlib.sha256(b"".join(map(_bytes_of, leaves_of(stack([sample]))))).digest()
+            # An order of the user's own may leave out what cannot be read.
+            return _Sample(b"", type(error).__name__.encode(), frozenset())
+    tensors = [leaf.contiguous().view(-1).view(torch.uint8).numpy() for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [_bytes_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+    return _Sample(b"".join(tensors), b"".join(others), frozenset(map(str, layout_of(sample))))
 
 
 def _bytes_of(leaf: Any) -> bytes:
-    match leaf:
-        case Tensor():
-            return leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        case str() | bytes() | int() | float():
-            return repr(leaf).encode()
+    if isinstance(leaf, str | bytes | int | float):
+        return repr(leaf).encode()
     return leaf.tobytes() if hasattr(leaf, "tobytes") else b""  # images of Pillow have this method
 
 
-def _digest(former: bytes, *others: bytes) -> str:
-    return "".join(hashlib.sha256(part).hexdigest()[:_FORMER_LENGTH] for part in (former, b"".join(others)))
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()[:_FORMER_LENGTH]
