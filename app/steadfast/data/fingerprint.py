@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +15,6 @@ _FORMER_LENGTH = 16  # of the fingerprints of former versions, which cover the f
 _AGAIN_S = 0.2  # time for reading samples again, of which two are read in any case
 
 
-class _Sample(NamedTuple):
-    tensors: bytes
-    others: bytes  # texts and images
-    layout: frozenset[str]  # names, types and shapes
-
-
 def fingerprint(dataset: Dataset, num_samples: int = 12) -> str:
     """Return a text that identifies a dataset by samples at equal distances, and by its digest if any."""
     # Resuming with other data would break the order of samples. Reading the whole dataset would take hours.
@@ -33,17 +26,16 @@ def fingerprint(dataset: Dataset, num_samples: int = 12) -> str:
     size = f"{len(dataset)}{getattr(dataset, 'digest', '')}"
     if hasattr(dataset, "digest"):
         num_samples = 2  # a sample of a shard may take a hundred megabytes to read
-    last = len(dataset) - 1
-    indices = sorted({last * number // (num_samples - 1) for number in range(num_samples)})
+    indices = sorted({(len(dataset) - 1) * number // (num_samples - 1) for number in range(num_samples)})
     samples = [_read(dataset, index) for index in indices]
     until_s = time.monotonic() + _AGAIN_S
     for number, (index, sample) in enumerate(zip(indices, samples, strict=True)):
         if not getattr(dataset, "is_augmented", True) or (number >= 2 and time.monotonic() > until_s):
             break
         if _read(dataset, index) != sample:
-            return LAYOUT + _digest(size, *sorted(frozenset.intersection(*[each.layout for each in samples])))
-    former = _digest(size, samples[0].tensors, samples[-1].tensors)
-    return former + _digest(*[part for each in samples for part in each[:2]])
+            return LAYOUT + _digest(size, *sorted(set.intersection(*[layout for *_, layout in samples])))
+    (first, *_), (last, *_) = samples[0], samples[-1]
+    return _digest(size, first, last) + _digest(*[part for *parts, _ in samples for part in parts])
 
 
 def is_same_data(stored: str, own: str) -> bool:
@@ -54,7 +46,8 @@ def is_same_data(stored: str, own: str) -> bool:
     return stored == own
 
 
-def _read(dataset: Dataset, index: int) -> _Sample:
+def _read(dataset: Dataset, index: int) -> tuple[bytes, bytes, set[str]]:
+    """Return the bytes of a sample's tensors, those of its texts and images, and its layout."""
     # Without a seed, a dataset with random augmentation would return another sample each time.
     with own_randomness(0):
         try:
@@ -64,20 +57,17 @@ def _read(dataset: Dataset, index: int) -> _Sample:
             if index in (0, len(dataset) - 1):
                 raise
             # An order of the user's own may leave out what cannot be read.
-            return _Sample(b"", type(error).__name__.encode(), frozenset())
+            return b"", type(error).__name__.encode(), set()
     tensors = [leaf.contiguous().view(-1).view(torch.uint8).numpy() for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [_bytes_of(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-    return _Sample(b"".join(tensors), b"".join(others), frozenset(map(str, layout_of(sample))))
-
-
-def _bytes_of(leaf: Any) -> bytes:
-    if isinstance(leaf, str | bytes | int | float):
-        return repr(leaf).encode()
-    return leaf.tobytes() if hasattr(leaf, "tobytes") else b""  # images of Pillow have this method
+    others: list[bytes] = []
+    for leaf in leaves:
+        if isinstance(leaf, str | bytes | int | float):
+            others.append(repr(leaf).encode())
+        elif hasattr(leaf, "tobytes"):  # an image of Pillow
+            others.append(leaf.tobytes())
+    return b"".join(tensors), b"".join(others), set(map(str, layout_of(sample)))
 
 
 def _digest(*parts: str | bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode() if isinstance(part, str) else part)
-    return digest.hexdigest()[:_FORMER_LENGTH]
+    whole = b"".join(part if isinstance(part, bytes) else part.encode() for part in parts)
+    return hashlib.sha256(whole).hexdigest()[:_FORMER_LENGTH]

@@ -28,7 +28,6 @@ _HALF = 1 << 32
 _POST_EVERY_S = 0.05  # largest age of a step before its message is posted; a message costs about 0.5 ms of CPU
 _WARM_UP = 32  # first steps of an attempt, which have a message each, until the time of a step is known
 _BESIDE = 5  # numbers of a step in a message besides the parts of loss and metrics
-_Pairs = dict[str, list[float]]  # parts of sum and count of metrics, by name
 
 
 class StepResult(NamedTuple):
@@ -71,7 +70,9 @@ class _HostCopy:
 
     def __init__(self, result: StepResult) -> None:
         self.result = result
-        self.late: _Pairs = {}  # metrics of this rank for which the message has no room
+        # Metrics for which the message has no room: those of this rank at first, and of all ranks after `_add_late`.
+        self.late: dict[str, list[float]] = {}  # parts of sum and count, by name
+        self._names: Sequence[str] = ()  # of the metrics in the message
         self._width = result.summation.width
         self._host = result.numbers
         self._arrived: torch.cuda.Event | None = None
@@ -82,11 +83,12 @@ class _HostCopy:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def length(self, names: Sequence[str]) -> int:
-        return _BESIDE + self._width * (1 + 2 * len(names))
+    def __len__(self) -> int:
+        return _BESIDE + self._width * (1 + 2 * len(self._names))
 
     def row(self, names: Sequence[str]) -> list[float]:
-        """Return the `length(names)` numbers to add up over ranks; other metrics than `names` become `late`."""
+        """Return the `len(self)` numbers to add up over ranks, with those of the metrics `names`."""
+        self._names = names
         if self._arrived is not None:
             self._arrived.synchronize()
         host: list[float] = self._host.tolist()
@@ -103,12 +105,12 @@ class _HostCopy:
         high, low = divmod(self.result.samples_digest, _HALF)
         return [*loss, count, high, low, self.result.num_samples, not_finite, *metrics]
 
-    def stats(self, row: Sequence[float], names: Iterable[str], late: _Pairs) -> StepStats:
-        """Return the results of a step from the sums of all rows and of the late metrics."""
+    def stats(self, row: Sequence[float]) -> StepStats:
+        """Return the results of a step from the sum of all rows."""
         loss_sum = self.result.summation.join(row[: self._width])
         count, *others = row[self._width : self._width + _BESIDE]
         high, low, num_samples, not_finite = map(int, others)
-        metrics = row[self._width + _BESIDE :]
+        metrics = [*row[self._width + _BESIDE :], *chain(*self.late.values())]
         # A step in which everything is masked has no mean, and its loss, even if not finite, is not an error.
         divisor = count or math.nan
         finite = not not_finite or count == 0
@@ -125,7 +127,7 @@ class _HostCopy:
             samples_digest=(high * _HALF + low) % _HALF**2,
             finite=finite,
             overflowed=self.result.overflowed,
-            metrics=means([*names, *late], [*metrics, *chain(*late.values())], self.result.summation),
+            metrics=means([*self._names, *self.late], metrics, self.result.summation),
             suspects=suspects,
         )
 
@@ -206,7 +208,7 @@ class ControlChannel:
         self._copies: deque[_HostCopy] = deque()
         # The same on all ranks. A metric with another name is added up in an exchange of its own, see `_add_late`.
         self._metric_names: tuple[str, ...] = ()
-        self._posted: deque[tuple[dist.Work, Tensor, list[_HostCopy], tuple[str, ...]]] = deque()
+        self._posted: deque[tuple[dist.Work, Tensor, list[_HostCopy]]] = deque()
 
     @property
     def ending(self) -> bool:
@@ -248,16 +250,15 @@ class ControlChannel:
             numbers.append(name in self._requests)
         copies = [self._copies.popleft() for _ in range(num_steps)]
         rows = [copy.row(self._metric_names) for copy in copies]
-        numbers.append(any(copy.late for copy in copies))
-        numbers += chain.from_iterable(rows)
+        numbers += [any(copy.late for copy in copies), *chain(*rows)]
         self._requests.clear()
         message = torch.tensor([*numbers, *self._rider.payload()], dtype=torch.float64)
         # Called on the group, because the checks of dist.all_reduce take as long as this call.
         work = self._group.allreduce([message])
-        self._posted.append((work, message, copies, self._metric_names))
+        self._posted.append((work, message, copies))
 
     def _read(self) -> list[StepStats]:
-        work, message, copies, names = self._posted.popleft()
+        work, message, copies = self._posted.popleft()
         work.wait()
         numbers = message.tolist()
         self._num_steps = int(numbers[0])
@@ -265,27 +266,24 @@ class ControlChannel:
             if num_ranks:
                 self.requested.add(name)
         at = 1 + len(self._names)
-        late: list[_Pairs] = [{} for _ in copies]
         if numbers[at]:
-            late = self._add_late(copies)
+            self._add_late(copies)
         at += 1
         finished = []
-        for copy, beside in zip(copies, late, strict=True):
-            stop = at + copy.length(names)
-            finished.append(copy.stats(numbers[at:stop], names, beside))
-            at = stop
+        for copy in copies:
+            finished.append(copy.stats(numbers[at : at + len(copy)]))
+            at += len(copy)
         self._rider.on_result(self._step, numbers[at:])
         return finished
 
-    def _add_late(self, copies: Sequence[_HostCopy]) -> list[_Pairs]:
-        """Add up each step's late metrics over ranks, for which later messages have room. A blocking collective."""
-        totals: list[_Pairs] = [{} for _ in copies]
-        for steps in gather_objects([copy.late for copy in copies], self._group):
-            for total, late in zip(totals, steps, strict=True):
-                for name, parts in late.items():
-                    total[name] = list(map(sum, zip(parts, total.get(name, [0.0] * len(parts)), strict=True)))
-        self._metric_names = tuple(dict.fromkeys([*self._metric_names, *chain(*totals)]))
-        return totals
+    def _add_late(self, copies: Sequence[_HostCopy]) -> None:
+        """Add up the steps' late metrics, for which later messages have room. A blocking collective."""
+        by_rank = gather_objects([copy.late for copy in copies], self._group)
+        for copy, of_ranks in zip(copies, zip(*by_rank, strict=True), strict=True):
+            copy.late = {}
+            for name, parts in chain(*map(dict.items, of_ranks)):
+                copy.late[name] = list(map(sum, zip(copy.late.get(name, [0.0] * len(parts)), parts, strict=True)))
+            self._metric_names = tuple(dict.fromkeys([*self._metric_names, *copy.late]))
 
 
 def means(names: Sequence[str], parts: Sequence[float], summation: type[Summation]) -> dict[str, float]:
