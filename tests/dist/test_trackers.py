@@ -88,7 +88,7 @@ class Parity(LanguageModeling):
         total = int(batch[0].sum())
         metrics: dict[str, Tensor | Mean] = {"seen": torch.tensor(float(sums.count)), "never": Mean(total, 0)}
         metrics[f"odd{total % 2}"] = Mean(total, 1)
-        if total % 23 == 0:
+        if total % 23 == 1:
             metrics["rare"] = Mean(total, 1)
         return replace(sums, metrics=metrics)
 
@@ -137,7 +137,7 @@ def lose_a_peer_while_agreeing() -> None:
     def survive(self: DrillRuntime, step: int, error: BaseException) -> bool:
         return isinstance(error, PeerLost) or failed(self, step, error)
 
-    control.ControlChannel._add_late = lost  # type: ignore[method-assign]
+    control.ControlChannel._add_late = lost
     DrillRuntime.failed = survive
 
 

@@ -18,6 +18,8 @@ from steadfast.world.runtime import STOP
 Found = TypeVar("Found")
 NUM_STEPS = 100
 _TIMEOUT = timedelta(seconds=20)
+# A group of two threads has no entry among those of the process, of which torch makes others.
+pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 
 
 class Passenger(Rider):

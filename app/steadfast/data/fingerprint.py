@@ -58,7 +58,7 @@ def _read(dataset: Dataset, index: int) -> tuple[bytes, bytes, set[str]]:
                 raise
             # An order of the user's own may leave out what cannot be read.
             return b"", type(error).__name__.encode(), set()
-    tensors = [leaf.contiguous().view(-1).view(torch.uint8).numpy() for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf.contiguous().view(-1).view(torch.uint8).numpy().data for leaf in leaves if isinstance(leaf, Tensor)]
     others: list[bytes] = []
     for leaf in leaves:
         if isinstance(leaf, str | bytes | int | float):
