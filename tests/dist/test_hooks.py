@@ -259,24 +259,21 @@ LONG = "data.args={num_samples: 400}"
 @pytest.mark.parametrize(
     ("metric", "options", "why"),
     [
-        ("f1", [], r'"f1" is no metric of validation; valid: loss'),
-        ("los", [], r'"los" is no metric of validation; nearest is loss'),
-        ("recal", [MARKED], r'"recal" is no metric of validation; nearest is recall'),
-        ("sprea", [MARKED], r'"sprea" is no metric of validation; nearest is spread'),
-        ("raree", [MARKED, LONG], r'"raree" is no metric of validation; nearest is rare'),
+        ("los", [], '"los" is no metric of validation; nearest is loss'),
+        ("sprea", [MARKED], '"sprea" is no metric of validation; nearest is spread'),
+        ("raree", [MARKED, LONG], '"raree" is no metric of validation; nearest is rare'),
         ("loss", ["data.validation_fraction=0"], "no samples are held out"),
     ],
 )
-@pytest.mark.parametrize("key", ["hooks.0.metric", "checkpoint.keep_best.metric"])
 def test_a_name_that_validation_does_not_measure_is_refused_before_the_first_step(
-    tmp_path: Path, key: str, metric: str, options: list[str], why: str
+    tmp_path: Path, metric: str, options: list[str], why: str
 ) -> None:
-    watching = f"hooks=[{{kind: early_stopping, metric: {metric}}}]"
-    if "keep_best" in key:
-        watching = f"checkpoint.keep_best={{metric: {metric}}}"
-    config = small(tmp_path, watching, *options)
-    with pytest.raises(MemberFailed, match=f"ConfigError: .*{key}: {why}"):
+    keep_best = f"checkpoint.keep_best={{metric: {metric}}}"
+    config = small(tmp_path, f"hooks=[{{kind: early_stopping, metric: {metric}}}]", keep_best, *options)
+    with pytest.raises(MemberFailed) as failed:
         drill(config, worlds=[1 if options else 2])
+    for key in ("hooks.0.metric", "checkpoint.keep_best.metric"):
+        assert f"{key}: {why}" in str(failed.value)
     assert not read_ledger(RunDirectory.of(config).store).lines
 
 
@@ -285,7 +282,7 @@ def test_a_watched_metric_may_come_with_few_samples_or_without_a_value(tmp_path:
     hooks = f"hooks=[{{kind: early_stopping, metric: {metric}, patience: 9}}]"
     config = small(tmp_path, MARKED, LONG, hooks, "run.steps=4", "validation.every=2 steps")
     run = drill(config, worlds=[2])
-    check_equal(run.weights, drill(small(tmp_path / "plain", MARKED, LONG, "run.steps=4"), worlds=[2]).weights)
+    check_weights(run, reference(config))
     assert (metric in run.summary["metrics"]) == (metric != "recall")
 
 
