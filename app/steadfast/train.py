@@ -16,7 +16,7 @@ from steadfast.injection.inject import Faults
 from steadfast.injection.probes import build_probes
 from steadfast.loop.microbatch_size import SizeSearch
 from steadfast.loop.periodic import Periodic
-from steadfast.loop.task_check import check_task
+from steadfast.loop.task_check import check_task, check_watched_metrics
 from steadfast.loop.validate import Validator
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import build_parallel
@@ -65,6 +65,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     plan = worker.plan(world)
     balance = build_balance(config.batch.balance, config.parallel.kind, plan, worker.loader.num_ahead, world, runtime)
     check_task(worker, world, parallel, model)
+    check_watched_metrics(worker, world, parallel, model)
     validator = Validator(worker, parallel, world)
 
     # Build the step. Without injected faults and timing the probes pass everything on unchanged.

@@ -1,14 +1,17 @@
 """Workers come and go, and runs are extended: the result is the one that an undisturbed run gives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from steadfast.checkpoint.catalog import path_of
+from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.config import Config, DataParallelConfig
 from steadfast.errors import UsageError
 from steadfast.launch.resume import start_or_resume
@@ -29,7 +32,7 @@ from tests.support.drill import Drilled, Members, drill
 from tests.support.gang import MemberFailed
 from tests.support.patches import put_all_beyond_reach
 from tests.support.reference import reference
-from tests.support.small import DRAWING, small
+from tests.support.small import CONTEXT, DRAWING, VOCABULARY, Tokens, small
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
@@ -193,6 +196,42 @@ def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:
     drill(small(tmp_path), worlds=[2], stop_after=4)
     with pytest.raises(MemberFailed, match=r"StorageError: .*step-00000005 was written over another dataset"):
         drill(small(tmp_path, "data.args.num_samples=60"), worlds=[2])
+
+
+class Augmented(Tokens):
+    """Augments with generators of its own, one of numpy and one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = np.random.default_rng(), torch.Generator()
+        self._own[1].seed()
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
+        inputs, targets = super().__getitem__(index)
+        inputs[self._own[0].integers(CONTEXT)] = torch.randint(VOCABULARY, (), generator=self._own[1])
+        return inputs, targets
+
+
+def former_fingerprint(config: Config) -> None:
+    """Write into the manifests what a former version would have written: a digest of two samples, as they were then."""
+    catalog = Catalog(RunDirectory.of(config).store, config.checkpoint)
+    for step in catalog.steps():
+        manifest = catalog.manifest(step)
+        assert manifest is not None
+        catalog.commit(replace(manifest, dataset="0123456789abcdef"))
+
+
+@pytest.mark.parametrize("stored", [None, former_fingerprint])
+def test_a_run_over_data_that_nothing_seeds_goes_on_and_says_so_once(
+    tmp_path: Path, stored: Callable[[Config], None] | None
+) -> None:
+    config = small(tmp_path, "data.target=tests.dist.test_generations:Augmented")
+    drill(config, worlds=[2], stop_after=4)
+    if stored is not None:
+        stored(config)
+    run = drill(config, worlds=[3])
+    assert run.summary["step"] == 14
+    assert len([text for text in run.told("notice", "text") if "draws numbers that nothing seeds" in text]) == 1
 
 
 def test_a_dataset_that_draws_from_every_generator_is_known_again(tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+import tests.examples.operators  # noqa: F401 - torchmetrics imports torchvision where it is installed
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.weights import read_whole
 from steadfast.cli import main
@@ -19,14 +22,20 @@ from steadfast.hooks.hook import HookContext
 from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
+from steadfast.tasks import LanguageModeling, Mean, Sums
 from tests.support.claims import EQUAL, check_equal, check_identical, check_run, check_weights
 from tests.support.drill import Members, drill
 from tests.support.gang import MemberFailed
+from tests.support.history import read_ledger
 from tests.support.patches import put_all_beyond_reach
 from tests.support.reference import held_out, mean_loss, reference
 from tests.support.small import small
 
+from torchmetrics import MeanMetric  # isort: skip
+
 EMA = "hooks=[{kind: ema, decay: 0.8}]"
+MARKED = "task.target=tests.dist.test_hooks:Marked"
+PIPELINE = "{kind: pipeline, stages: 2}"
 DIARY = "{target: 'tests.dist.test_hooks:Diary', args: {folder: FOLDER}}"
 
 
@@ -227,12 +236,6 @@ def test_a_run_that_gets_no_better_finishes_early(tmp_path: Path, num_workers: i
     assert run.told("attempt_ended", "cause") == ["finished"]
 
 
-def test_a_metric_that_nobody_measures_cannot_stop_a_run(tmp_path: Path) -> None:
-    hooks = "hooks=[{kind: early_stopping, metric: f1}]"
-    with pytest.raises(MemberFailed, match="early stopping watches f1, and validation measures loss"):
-        drill(small(tmp_path, hooks, "validation.every=2 steps"), worlds=[1])
-
-
 class Ender:
     """Ends the run after a step, on the last rank only."""
 
@@ -265,3 +268,73 @@ def test_an_end_by_one_rank_falls_on_its_step_and_holds_until_the_run_is_made_lo
     words[0] = words[0].replace("step: 6", "step: 99")
     longer = drill(small(tmp_path, *words, "run.steps=16"), worlds=[2])
     assert (longer.summary["step"], longer.summary["ended_early"]) == (16, None)
+
+
+class Marked(LanguageModeling):
+    """Has a metric where a microbatch's first token is a certain one, one without a value, and one of torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = {"spread": MeanMetric()}
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
+        sums = super().loss(model, batch)
+        metrics: dict[str, Any] = {"recall": Mean(0.0, 0.0)}
+        if not model.training:
+            self.metrics["spread"].update(batch[0].double().std())
+            if int(batch[0][0, 0]) == RARE:
+                metrics["rare"] = torch.ones(())
+        return replace(sums, metrics=metrics)
+
+
+RARE = 11  # the first token of one of the last held-out samples alone
+LONG = "data.args={num_samples: 400}"
+
+
+@pytest.mark.parametrize(
+    ("metric", "options", "why"),
+    [
+        ("los", [], '"los" is no metric of validation; nearest is loss'),
+        ("sprea", [MARKED], '"sprea" is no metric of validation; nearest is spread'),
+        ("raree", [MARKED, LONG], '"raree" is no metric of validation; nearest is rare'),
+        ("loss", ["data.validation_fraction=0"], "no samples are held out"),
+    ],
+)
+def test_a_name_that_validation_does_not_measure_is_refused_before_the_first_step(
+    tmp_path: Path, metric: str, options: list[str], why: str
+) -> None:
+    keep_best = f"checkpoint.keep_best={{metric: {metric}}}"
+    config = small(tmp_path, f"hooks=[{{kind: early_stopping, metric: {metric}}}]", keep_best, *options)
+    with pytest.raises(MemberFailed) as failed:
+        drill(config, worlds=[1 if options else 2])
+    for key in ("hooks.0.metric", "checkpoint.keep_best.metric"):
+        assert f"{key}: {why}" in str(failed.value)
+    assert not read_ledger(RunDirectory.of(config).store).lines
+
+
+@pytest.mark.parametrize("metric", ["recall", "spread", "rare"])
+def test_a_watched_metric_may_come_with_few_samples_or_without_a_value(tmp_path: Path, metric: str) -> None:
+    hooks = f"hooks=[{{kind: early_stopping, metric: {metric}, patience: 9}}]"
+    config = small(tmp_path, MARKED, LONG, hooks, "run.steps=4", "validation.every=2 steps")
+    run = drill(config, worlds=[2])
+    check_weights(run, reference(config))
+    assert (metric in run.summary["metrics"]) == (metric != "recall")
+
+
+class Looking:
+    """Looks at the gradients after each step, and does with them what a plain loop may do."""
+
+    def on_step(self, run: HookContext) -> None:
+        if any(param.grad is not None for param in run.model.parameters()):
+            raise AssertionError("a hook sees a gradient")
+        run.optimizer.zero_grad()
+        for param in run.model.parameters():
+            param.grad = torch.full_like(param, 1e3)
+
+
+@pytest.mark.parametrize("parallel", ["{kind: ddp}", "{kind: ddp, reducer: torch}", "{kind: fsdp}", PIPELINE])
+def test_a_hook_sees_no_gradients_after_a_step_and_cannot_change_those_of_the_next(
+    tmp_path: Path, parallel: str
+) -> None:
+    config = small(tmp_path, f"parallel={parallel}", "hooks=[{target: 'tests.dist.test_hooks:Looking'}]")
+    check_weights(drill(config, worlds=[2]), reference(config))

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import steadfast.step.stepper
-from steadfast.tasks import LanguageModeling, Sums
+from steadfast.tasks import LanguageModeling, Mean, Sums
 from steadfast.world import control
 from steadfast.world.groups import PeerLost
 from tests.support.claims import check_run, check_weights
@@ -82,40 +81,63 @@ def test_gradient_norms_are_drawn_every_so_many_steps_and_are_those_of_the_mean_
 
 
 class Parity(LanguageModeling):
-    """A task whose metrics depend on the microbatch: each has a name that others lack."""
+    """A task whose metrics depend on the microbatch: each has a name that others lack, and most lack a rare one."""
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Sums:
         sums = super().loss(model, batch)
-        odd = int(batch[0].sum()) % 2
-        return replace(sums, metrics={"seen": torch.tensor(float(sums.count)), f"odd{odd}": torch.ones(())})
+        total = int(batch[0].sum())
+        metrics: dict[str, Tensor | Mean] = {"seen": torch.tensor(float(sums.count)), "never": Mean(total, 0)}
+        metrics[f"odd{total % 2}"] = Mean(total, 1)
+        if total % 23 == 1:
+            metrics["rare"] = Mean(total, 1)
+        return replace(sums, metrics=metrics)
 
 
-def test_metrics_of_a_task_are_logged_also_where_microbatches_have_different_ones(tmp_path: Path) -> None:
-    words = [f"trackers=[{OWN}]", "logging.every_steps=1", "task.target=tests.dist.test_trackers:Parity"]
-    run = drill(small(tmp_path, *words, "validation.every=null", "data.validation_fraction=0"), worlds=[3])
-    assert run.summary["status"] == "finished"
-    lines = [json.loads(line) for line in (tmp_path / "small" / "mine.jsonl").read_text().splitlines()]
-    # Before its first step an attempt draws how often the run was interrupted.
-    assert [line["train/seen"] for line in lines if "train/loss" in line] == pytest.approx([1.0] * 14)
-    kept = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in kept] == list(range(1, 15))
-    assert kept[-1]["metrics"]["seen"] == pytest.approx(1.0)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_metrics_that_few_microbatches_have_are_drawn_where_they_come_in_any_world(tmp_path: Path, kind: str) -> None:
+    def figures(storage: Path, worlds: list[int], leave_after: tuple[int, ...] = ()) -> list[dict[str, float]]:
+        words = [f"trackers=[{OWN}]", "logging.every_steps=1", "task.target=tests.dist.test_trackers:Parity"]
+        words += ["validation.every=5 steps", "data.args={masked: false}", f"parallel.kind={kind}"]
+        run = drill(small(storage, *words), worlds, leave_after)
+        assert run.summary["status"] == "finished"
+        drawn: list[dict[str, float]] = [{} for _ in range(15)]
+        for line in map(json.loads, (storage / "small" / "mine.jsonl").read_text().splitlines()):
+            for name in ("seen", "never", "odd0", "odd1", "rare"):
+                for tag in (f"train/{name}", f"validation/{name}"):
+                    if tag in line:
+                        drawn[line["step"]][tag] = line[tag]
+        kept = [json.loads(line) for line in (storage / "small" / "metrics.jsonl").read_text().splitlines()]
+        for line in kept:
+            assert line["metrics"] == {name: drawn[line["step"]][f"train/{name}"] for name in line["metrics"]}
+            assert "never" not in line["metrics"]
+        assert "never" not in run.summary["metrics"]
+        return drawn
+
+    alone = figures(tmp_path / "alone", [1])
+    assert [each["train/seen"] for each in alone[1:]] == pytest.approx([1.0] * 14)
+    with_rare = [step for step, each in enumerate(alone) if "train/rare" in each]
+    assert with_rare[0] > 1, "a name that comes late is what this test is about"
+    assert 1 < len(with_rare) < 13
+    together = figures(tmp_path / "together", [2, 3], (5,))
+    assert [set(each) for each in together] == [set(each) for each in alone]
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 def lose_a_peer_while_agreeing() -> None:
-    """In the first step of the first attempt, as all ranks that are left would see it."""
-    agree, failed = control.agree_on_names, DrillRuntime.failed
+    """In the first message of the first attempt, as all ranks that are left would see it."""
+    add, failed = control.ControlChannel._add_late, DrillRuntime.failed
     calls = count()
 
-    def lost(names: Sequence[str], group: dist.ProcessGroup) -> tuple[str, ...]:
+    def lost(self: control.ControlChannel, copies: Sequence[Any]) -> Any:
         if next(calls) == 0:
-            raise PeerLost("while ranks agreed on the names of metrics")
-        return agree(names, group)
+            raise PeerLost("while ranks added up metrics that are new")
+        return add(self, copies)
 
     def survive(self: DrillRuntime, step: int, error: BaseException) -> bool:
         return isinstance(error, PeerLost) or failed(self, step, error)
 
-    steadfast.step.stepper.agree_on_names = lost  # type: ignore[attr-defined]
+    control.ControlChannel._add_late = lost
     DrillRuntime.failed = survive
 
 
@@ -123,7 +145,8 @@ def lose_a_peer_while_agreeing() -> None:
 def test_a_peer_lost_while_ranks_agree_on_metrics_leaves_no_half_step_and_no_open_tracker(
     tmp_path: Path, worlds: list[tuple[int, ...]]
 ) -> None:
-    config = small(tmp_path, "trackers=[{target: 'tests.dist.test_trackers:Noted'}]")
+    words = ["trackers=[{target: 'tests.dist.test_trackers:Noted'}]", "task.target=tests.dist.test_trackers:Parity"]
+    config = small(tmp_path, *words)
     check_weights(drill(config, worlds=worlds, patch=lose_a_peer_while_agreeing), reference(config))
     notes = [path.read_text().split() for path in sorted((tmp_path / "small").glob("tracker-*.txt"))]
     assert len(notes) == len({world[0] for world in worlds})

@@ -18,6 +18,8 @@ from steadfast.world.runtime import STOP
 Found = TypeVar("Found")
 NUM_STEPS = 100
 _TIMEOUT = timedelta(seconds=20)
+# A group of two threads has no entry among those of the process, of which torch makes others.
+pytestmark = pytest.mark.filterwarnings("ignore:You are using a Backend")
 
 
 class Passenger(Rider):
@@ -139,11 +141,52 @@ def metrics_of_rank(store: dist.Store, rank: int, num: int) -> list[dict[str, fl
     return [dict(stats.metrics) for stats in finished]
 
 
-@pytest.mark.parametrize(("ours", "theirs", "share"), [(4, 4, 1 / 8), (1, 7, 1 / 8), (0, 8, 1 / 8), (0, 0, math.nan)])
-def test_metrics_are_means_over_all_ranks_and_unknown_where_nothing_counts(
-    ours: int, theirs: int, share: float
+@pytest.mark.parametrize(("ours", "theirs", "share"), [(4, 4, 1 / 8), (1, 7, 1 / 8), (0, 8, 1 / 8), (0, 0, None)])
+def test_metrics_are_means_over_all_ranks_and_absent_where_nothing_counts(
+    ours: int, theirs: int, share: float | None
 ) -> None:
     for found in on_two_ranks(metrics_of_rank, (ours,), (theirs,)):
         assert [metrics["length"] for metrics in found] == [10.0] * NUM_STEPS  # which has a count of its own
-        accuracies = [step * share for step in range(1, NUM_STEPS + 1)]
-        assert [metrics["accuracy"] for metrics in found] == pytest.approx(accuracies, rel=0, abs=0, nan_ok=True)
+        if share is None:
+            assert all("accuracy" not in metrics for metrics in found)
+        else:
+            assert [metrics["accuracy"] for metrics in found] == [step * share for step in range(1, NUM_STEPS + 1)]
+
+
+Metrics = dict[tuple[int, int], dict[str, float]]  # by step and rank
+
+
+def late_metrics_of_rank(store: dist.Store, rank: int, metrics: Metrics, step_s: float, lag: int) -> list[Any]:
+    """Each step has the metrics of this rank; a metric of value v has the sum v and the count 1, or NaN and 0."""
+    clock = (tick * step_s for tick in count())
+    control = ControlChannel(_group(store, rank), lag, clock=lambda: next(clock))
+    finished = []
+    for step in range(1, NUM_STEPS + 1):
+        own = dict(sorted(metrics.get((step, rank), {}).items()))
+        pairs = [number for name, value in own.items() for number in (value, float(name != "nothing"))]
+        numbers = torch.tensor([1.0, 1.0, 1.0, *pairs], dtype=torch.float64)
+        result = StepResult(step, numbers, num_samples=1, samples_digest=7, metric_names=tuple(own))
+        finished += control.exchange(result, set())
+    return [*finished, *control.drain()]
+
+
+@pytest.mark.parametrize(("step_s", "lag"), [(0.001, 0), (0.01, 1), (0.4, 0), (0.4, 1)])
+def test_a_metric_that_comes_late_on_one_rank_has_its_value_from_its_first_step_on(step_s: float, lag: int) -> None:
+    """One in step 4 of one rank, two at once on both ranks where steps share messages, and one in the last step."""
+    metrics: Metrics = {
+        (1, 0): {"first": 3.0},
+        (4, 1): {"rare": 2.0},
+        (70, 0): {"b": 1.0, "rare": 4.0},
+        (70, 1): {"a": 5.0, "b": 2.0},
+        (71, 1): {"a": 6.0},
+        (80, 0): {"nothing": math.nan, "nan": math.nan},
+        (100, 1): {"last": 9.0, "first": 1.0},
+    }
+    expected: dict[int, dict[str, float]] = {step: {} for step in range(1, NUM_STEPS + 1)}
+    expected |= {1: {"first": 3.0}, 4: {"rare": 2.0}, 70: {"a": 5.0, "b": 1.5, "rare": 4.0}, 71: {"a": 6.0}}
+    expected |= {80: {"nan": math.nan}, 100: {"last": 9.0, "first": 1.0}}
+    for found in on_two_ranks(late_metrics_of_rank, (metrics, step_s, lag), (metrics, step_s, lag)):
+        assert [stats.loss for stats in found] == [1.0] * NUM_STEPS
+        assert {stats.samples_digest for stats in found} == {14}
+        for stats in found:
+            assert dict(stats.metrics) == pytest.approx(expected[stats.step], rel=0, abs=0, nan_ok=True)

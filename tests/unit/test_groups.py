@@ -312,7 +312,10 @@ def test_first_collectives_that_never_end_or_fail_are_aborted(
     assert communicator.num_aborts == 1
 
 
-def test_nccl_groups_wait_briefly_while_they_form_and_long_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["nccl", "nccl-legacy"])
+def test_nccl_groups_wait_briefly_while_they_form_and_long_afterwards(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     calls: list[str] = []
     options = SimpleNamespace(config=SimpleNamespace(blocking=1))
     backend = SimpleNamespace(_set_default_timeout=lambda limit: calls.append(f"{limit.total_seconds():g} s"))
@@ -329,6 +332,7 @@ def test_nccl_groups_wait_briefly_while_they_form_and_long_afterwards(monkeypatc
         calls.append(f"{kind} of {len(ranks)}: {limit.total_seconds():g} s, blocking={pg_options.config.blocking}")
         return Group()
 
+    monkeypatch.setattr(dist.Backend, "backend_list", ["gloo", "nccl", name])
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -337,4 +341,4 @@ def test_nccl_groups_wait_briefly_while_they_form_and_long_afterwards(monkeypatc
     formed = groups._connect_nccl(range(100), torch.device("cpu"), threading.Event(), Timeouts(silence_s=5.0))
     assert isinstance(formed, NcclCommunicator)
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "30"
-    assert calls == ["nccl of 100: 20 s, blocking=0", "1800 s", "sum", "sum"]
+    assert calls == [f"{name} of 100: 20 s, blocking=0", "1800 s", "sum", "sum"]

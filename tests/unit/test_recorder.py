@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from steadfast.config import Config, CosineConfig, DdpConfig, KeepBestConfig
+from steadfast.data.fingerprint import LAYOUT
 from steadfast.plan import Plan
 from steadfast.run.directory import RunDirectory
 from steadfast.run.ledger import StepStats, StepTimes
@@ -70,6 +71,7 @@ def test_recorder_notes_a_setup_that_differs_from_the_configuration(follower: re
     worker.num_steps, worker.frozen, worker.base = 20, ("backbone", "norms.1"), {}
     worker.loaded = ("a", "b"), ("c",)
     worker.built_whole_because = "random numbers of a generator of its own"
+    worker.fingerprint = f"{LAYOUT}0123456789abcdef"
     cast(Mock, follower._world).leader = True
     follower._tell_of_shortened_warmup()
     follower._tell_of_the_model()
@@ -77,6 +79,8 @@ def test_recorder_notes_a_setup_that_differs_from_the_configuration(follower: re
         "schedule.warmup_steps 50 -> 20: the run has 20 steps",
         "run.init_from lacks 2 of the model's names and has 1 other name: a, b, c",
         "these modules were built in evaluation mode, and keep that mode: backbone, norms.1",
+        "the dataset draws numbers that nothing seeds: a sample that is read twice differs. So a resume knows the data "
+        "by length and layout alone. Draw from torch, numpy.random or random, which are seeded",
         "each worker holds the whole model while the model is built and restored: "
         "random numbers of a generator of its own",
         "checkpoint.trainable_only leaves nothing out: all parameters of the model are trained",

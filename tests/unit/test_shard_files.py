@@ -20,11 +20,11 @@ from pyarrow import parquet
 from steadfast.config import parse_config
 from steadfast.data import Extent, Loader, build_dataset, build_order, shard_formats
 from steadfast.data.batches import Rows, stack, tensors_of
+from steadfast.data.fingerprint import fingerprint
 from steadfast.data.order import BlockOrder
 from steadfast.data.shard_files import Shards
 from steadfast.data.shard_formats import TUPLES
 from steadfast.errors import ConfigError, DataError
-from steadfast.loop.worker_state import fingerprint
 from steadfast.plan import Microbatch
 from tests.support.shards import FIRST, KINDS, NUM_SAMPLES, add, values, write_shards
 

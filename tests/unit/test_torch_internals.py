@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from steadfast.world.allocations import Allocations
-from steadfast.world.groups import is_peer_loss
+from steadfast.world.groups import is_peer_loss, nccl
 
 APP = Path(__file__).parents[2] / "app" / "steadfast"
 # A private name, looked up or imported: `torch._foreach_norm`, `from torch.distributed.tensor._utils import ...`.
@@ -64,6 +64,19 @@ def test_an_nccl_communicator_can_be_aborted() -> None:
     if not dist.is_nccl_available():
         pytest.skip("this PyTorch has no NCCL")
     assert callable(dist.ProcessGroupNCCL.abort)
+
+
+def test_the_name_of_nccl_means_the_class_that_this_program_was_written_for() -> None:
+    """From 2.15 on torch's "nccl" is another class, and "nccl-legacy" this one."""
+    plugin = distributed_c10d.Backend._plugins.get(nccl().upper())
+    if plugin is not None:
+        source = inspect.getsource(plugin.creator_fn)
+    else:  # built in
+        source = inspect.getsource(distributed_c10d._new_process_group_helper)
+        source = source.partition("elif backend_str == Backend.NCCL:")[2].partition("elif backend_str")[0]
+        if not (source or dist.is_nccl_available()):
+            pytest.skip("this PyTorch has no NCCL")
+    assert re.search(r"\bProcessGroupNCCL\(", source), f"torch {torch.__version__} makes another class of {nccl()}"
 
 
 def test_what_the_compiler_remembers() -> None:

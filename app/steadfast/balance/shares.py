@@ -5,10 +5,8 @@ Shares are even, or follow from labels of machines, or from measured speeds.
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from steadfast.balance.policy import SpeedPolicy
 from steadfast.balance.stopwatch import Stopwatch
@@ -16,7 +14,7 @@ from steadfast.data import Fetched
 from steadfast.errors import UsageError
 from steadfast.plan import Plan, fastest_shares
 from steadfast.run import events
-from steadfast.world.control import Rider
+from steadfast.world.control import Rider, gather_objects
 from steadfast.world.runtime import Runtime, World, publish_once
 
 LABEL = "STEADFAST_LABEL"  # label of a machine, in the environment of its workers
@@ -133,9 +131,7 @@ def _labels(world: World, device: torch.device) -> list[tuple[str, ...]]:
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     own.append(device_name)
     # Only a worker knows the labels of its machine.
-    labels: list[Any] = [None] * world.size
-    dist.all_gather_object(labels, tuple(own), group=world.groups.control)
-    return labels
+    return gather_objects(tuple(own), world.groups.control)
 
 
 def _weight(rank: int, labels: tuple[str, ...], weights: Mapping[str, float]) -> float:

@@ -23,12 +23,13 @@ from steadfast.checkpoint.shards import (
 )
 from steadfast.checkpoint.state import State
 from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
+from steadfast.data.fingerprint import is_same_data
 from steadfast.errors import StorageError
 from steadfast.parallel import Parallel
 from steadfast.run import events
 from steadfast.run.owner import read_owner
 from steadfast.storage import Read
-from steadfast.world.control import any_rank, gather_numbers
+from steadfast.world.control import any_rank, gather_numbers, gather_objects
 from steadfast.world.runtime import Outcome, World
 
 _POLL_S = 0.05
@@ -120,8 +121,7 @@ class Checkpoints:
                 self._catalog.verify(manifest, sorted(manifest.files)[self.world.rank :: self.world.size])
             except Damaged as error:
                 why = str(error)
-            whys: list[str] = [""] * self.world.size
-            dist.all_gather_object(whys, why, group=control)
+            whys: list[str] = gather_objects(why, control)
             if not any(whys):
                 self._newest, self._measured = manifest.step, set(manifest.metrics)
                 return manifest, damaged
@@ -141,7 +141,7 @@ class Checkpoints:
             if manifest is None or manifest.skipped != skipped_up_to(step, self.world.amendments.skip):
                 continue
             # The state would fit the model, but it has seen other samples than the ledger records.
-            if manifest.dataset != self._fingerprints.dataset:
+            if not is_same_data(manifest.dataset, self._fingerprints.dataset):
                 raise StorageError(
                     f"{self._catalog.location(step)} was written over another dataset than this one. "
                     "Restore the data, or choose another run.name"
@@ -166,8 +166,7 @@ class Checkpoints:
         """Return readers that know the headers of all files, each of which one rank has read. A collective."""
         world = self.world
         mine = [read_header(file) for file in files[world.rank :: world.size]]
-        found = [mine] * world.size
-        dist.all_gather_object(found, mine, group=world.groups.control)
+        found = gather_objects(mine, world.groups.control)
         return [with_header(file, found[i % world.size][i // world.size]) for i, file in enumerate(files)]
 
     def save(

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,13 @@ from steadfast.parallel import Parallel
 from steadfast.run import events
 from steadfast.storage import Read
 from steadfast.units import size
-from steadfast.world.control import any_rank, gather_numbers
+from steadfast.world.control import any_rank, gather_numbers, gather_objects
 from steadfast.world.runtime import Outcome, World
 
 _TIME_SHARE = 0.01  # of training time, for copies
 _GENERATIONS = 2  # copies kept: the newest complete one, and the one in progress
 _MEMORY_SHARE = 0.5  # of the free memory, for the copies of all workers of a machine
 
-_T = TypeVar("_T")
 _Key = tuple[SnapshotId, int]  # a rank's file of a snapshot
 
 
@@ -174,8 +173,7 @@ class Snapshots:
         world = self._world
         num_bytes = self._layout(state).num_bytes
         mine = _Place(world.node, memory.lasting, num_bytes, free_bytes(), memory.held_bytes())
-        places = [mine] * world.size
-        dist.all_gather_object(places, mine, group=world.groups.control)
+        places: list[_Place] = gather_objects(mine, world.groups.control)
         nodes = [place.node for place in places]
         for rank, node in enumerate(nodes):
             self.nodes[node] = (*self.nodes.get(node, ()), rank)
@@ -386,7 +384,7 @@ class Snapshots:
         for label in self._stored().values():
             for rank, _, num_bytes in label.files:
                 mine[label.snapshot, rank] = num_bytes
-        answers = self._gather(mine)
+        answers = gather_objects(mine, self._world.groups.control)
 
         # Every rank has the same answers and removes the same files, so all ranks choose the same snapshot.
         while (newest := self._newest(answers)) is not None:
@@ -422,7 +420,7 @@ class Snapshots:
                 self._verify(*key)
             except OSError as error:
                 damaged[key] = str(error)
-        found = self._gather(damaged)
+        found = gather_objects(damaged, self._world.groups.control)
         for node, ranks in self.nodes.items():
             for finder in ranks:
                 for key, why in found[finder].items():
@@ -478,12 +476,12 @@ class Snapshots:
         groups = self._world.groups
         # A holder does not know the shards of the other ranks, so each rank finds its byte ranges in the headers.
         headers: dict[int, bytes] = {}
-        for each in self._gather({rank: header_of(file) for rank, file in files.items()}):
+        for each in gather_objects({rank: header_of(file) for rank, file in files.items()}, self._world.groups.control):
             headers |= each
         mine = {rank: requests_for(shards, headers[rank]) for rank in sorted(headers)}
         incoming, outgoing = [0] * self._world.size, [0] * self._world.size
         parts = [torch.empty(0, dtype=torch.uint8)]  # not empty, because `cat` refuses an empty list
-        for receiver, wanted in enumerate(self._gather(mine)):
+        for receiver, wanted in enumerate(gather_objects(mine, self._world.groups.control)):
             for rank, file in files.items():
                 parts += [file[start : start + num_bytes] for start, num_bytes in wanted[rank]]
                 outgoing[receiver] += total_bytes(wanted[rank])
@@ -506,12 +504,6 @@ class Snapshots:
 
         for rank in mine:
             yield partial(read, rank)
-
-    def _gather(self, own: _T) -> list[_T]:
-        """Return an object of each rank, in the order of ranks. A collective."""
-        objects = [own] * self._world.size
-        dist.all_gather_object(objects, own, group=self._world.groups.control)
-        return objects
 
     def _open(self, snapshot: SnapshotId, of_rank: int) -> Tensor:
         assert self._memory is not None

@@ -14,6 +14,7 @@ from steadfast.data.batches import map_tensors
 from steadfast.errors import UsageError
 from steadfast.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
 from steadfast.parallel.stages import held_elsewhere
+from steadfast.world.control import gather_objects
 from steadfast.world.runtime import World
 
 # Tensors by name; a value may itself be such a dictionary.
@@ -259,10 +260,8 @@ def _digest_of(named: Iterable[tuple[str, Any]]) -> str:
 def _of_stages(tensors: Mapping[str, Tensor], world: World) -> Iterator[tuple[str, Any]]:
     """Yield the bytes of all tensors of a replica, from the first rank that holds each. A collective."""
     own = {name for name, tensor in tensors.items() if not tensor.is_meta}
-    by_rank: list[Any] = [None] * world.size
-    dist.all_gather_object(by_rank, own, group=world.groups.control)
     holders: dict[str, int] = {}
-    for rank, names in enumerate(by_rank):
+    for rank, names in enumerate(gather_objects(own, world.groups.control)):
         for name in names:
             holders.setdefault(name, rank)
     for name, holder in sorted(holders.items()):

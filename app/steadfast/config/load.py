@@ -60,7 +60,7 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> Config:
     known = [path.name for path in CONFIGS.glob("*.yaml")]
     what = "no such file. An installed package has no configs/: give a path, or write a starter by steadfast init"
     if known:
-        what = f"no such file, here or in configs/{_suggestion(Path(file).name, known)}"
+        what = f"no such file, here or in configs/{suggestion(Path(file).name, known)}"
     raise ConfigError([Problem(file, "", what)])
 
 
@@ -140,7 +140,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
         match error["type"]:
             # YAML allows a number as a key, which pydantic reports as invalid.
             case "extra_forbidden" | "invalid_key":
-                document.problem(path, f"unknown key{_instead(path) or _suggestion(path[-1], section.model_fields)}")
+                document.problem(path, f"unknown key{_instead(path) or suggestion(path[-1], section.model_fields)}")
             case "missing":
                 document.problem(path, "missing")
             case "rule":
@@ -149,7 +149,7 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
             case "union_tag_invalid":
                 kind = error["input"]["kind"]
                 known = QUOTED.findall(error["ctx"]["expected_tags"])
-                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{_suggestion(kind, known)}")
+                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{suggestion(kind, known)}")
             case "union_tag_not_found":
                 document.problem((*path, "kind"), "missing")
             case _:
@@ -215,7 +215,8 @@ def _instead(path: Keys) -> str:
     return f"; {known}"
 
 
-def _suggestion(name: Any, valid: Iterable[str]) -> str:
+def suggestion(name: Any, valid: Iterable[str]) -> str:
+    """Return the end of a message that names the nearest valid name, or all of them."""
     names = sorted(valid)
     return _nearest(name, names) or f"; valid: {', '.join(names)}"
 

@@ -137,14 +137,21 @@ def map_parts(function: Callable[[Any], Any], batch: Batch) -> Batch:
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
     """Yield the tensors of a batch, always in the same order."""
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+
+
+def leaves_of(batch: Batch) -> Iterator[Any]:
+    """Yield the tensors and other values of a batch, always in the same order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from tensors_of(value)
+            yield from leaves_of(value)
     elif _has_parts(batch) or isinstance(batch, list):
         for part in _parts(batch):
-            yield from tensors_of(part)
+            yield from leaves_of(part)
+    else:
+        yield batch
 
 
 def layout_of(sample: Any, name: str = "") -> list[Leaf]:

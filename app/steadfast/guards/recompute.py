@@ -3,10 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from steadfast.config import RecomputeConfig, RunConfig
@@ -18,7 +16,7 @@ from steadfast.parallel.buckets import GradientBuckets
 from steadfast.parallel.digest import digest
 from steadfast.plan import Microbatch, Plan
 from steadfast.run.events import Corruption
-from steadfast.world.control import gather_numbers
+from steadfast.world.control import gather_numbers, gather_objects
 from steadfast.world.hardware import Hardware, read_hardware
 from steadfast.world.runtime import Runtime, World
 
@@ -130,8 +128,7 @@ class Recompute:
         self._own = self._compute(check.microbatch) if self._world.rank in again else None
         self._world.progress.mark("gradients")
         more = self._exchange()
-        hardware: list[Any] = [None] * self._world.size
-        dist.all_gather_object(hardware, read_hardware(self._runtime.device), self._world.groups.control)
+        hardware = gather_objects(read_hardware(self._runtime.device), self._world.groups.control)
         rank = odd_one_out(check, digests, more)
         computed = _computed(check, digests, more)
         cause = _cause(check, rank, hardware, computed)

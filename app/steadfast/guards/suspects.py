@@ -1,13 +1,13 @@
 """Find the microbatches and samples that made a step not finite."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch.distributed as dist
+from itertools import chain
+from typing import NamedTuple
 
 from steadfast.data import Loader
 from steadfast.plan import Plan
 from steadfast.run.ledger import StepStats
+from steadfast.world.control import gather_objects
 from steadfast.world.runtime import World
 
 _SHOWN = 8  # most ids in a message; the event has more
@@ -50,12 +50,7 @@ class SuspectFinder:
             # Only the rank that trained on a microbatch reads its samples again, to find numbers that are not finite.
             not_finite = self._loader.not_finite(start, stop) if number < _READ else []
             own.append(Suspect(index, self._loader.ids(start, stop), not_finite, is_empty))
-        by_rank: list[Any] = [None] * self._world.size
-        dist.all_gather_object(by_rank, own, self._world.groups.control)
-        found: list[Suspect] = []
-        for of_rank in by_rank:
-            found += of_rank
-        return sorted(found)
+        return sorted(chain.from_iterable(gather_objects(own, self._world.groups.control)))
 
     def describe(self, stats: StepStats, suspects: Sequence[Suspect]) -> str:
         """Describe where a step stopped being finite, "" if unknown."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 
 from steadfast.config import EarlyStoppingConfig
-from steadfast.errors import TrainingError
 from steadfast.hooks.hook import HookContext
 from steadfast.units import number, plural
 
@@ -23,9 +22,8 @@ class EarlyStopping:
 
     def on_validation(self, run: HookContext, metrics: Mapping[str, float]) -> None:
         metric = self._config.metric
-        if metric not in metrics:
-            raise TrainingError(f"early stopping watches {metric}, and validation measures {', '.join(metrics)}")
-        value = self._sign * metrics[metric]
+        # A metric that counts nothing in this validation has no value, which is no improvement.
+        value = self._sign * metrics.get(metric, math.nan)
         if value < self._best - self._config.min_delta:
             self._best = value
             self._num_worse = 0

@@ -68,7 +68,7 @@ class Hook:
         """Begin an attempt, also after a failure or a resize."""
 
     def on_step(self, run: HookContext) -> None:
-        """Act after an update of the weights.
+        """Act after an update of the weights, when the gradients are None.
 
         An error here costs the steps since the last copy of the state.
         """

@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from steadfast.checkpoint.memory_server import free_bytes
@@ -26,7 +25,7 @@ from steadfast.plan import largest_microbatch
 from steadfast.run import events
 from steadfast.run.directory import RunDirectory
 from steadfast.world.allocations import Allocations
-from steadfast.world.control import gather_numbers
+from steadfast.world.control import gather_numbers, gather_objects
 from steadfast.world.runtime import Runtime, World, publish_once
 
 # Share of the free memory to use. The rest is for samples longer than the first two, and for fragmentation of the
@@ -111,9 +110,7 @@ class SizeSearch:
         most = world.amendments.forward_size or global_size
         if largest_microbatch(global_size, num_workers, most) == 1:
             return events.MicrobatchChosen(microbatch_size=1)
-        rooms: list[Any] = [None] * world.size
-        room = _measure(world, self.worker, self.parallel, self.model)
-        dist.all_gather_object(rooms, room, group=world.groups.control)
+        rooms = gather_objects(_measure(world, self.worker, self.parallel, self.model), world.groups.control)
         num_fitting, rank = min((room.num_fitting, rank) for rank, room in enumerate(rooms))
         return events.MicrobatchChosen(
             microbatch_size=largest_microbatch(global_size, num_workers, int(min(num_fitting, most))),
@@ -191,6 +188,5 @@ def _free_bytes(world: World, device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         # Unused memory that the allocator has reserved is free too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    nodes: list[Any] = [None] * world.size
-    dist.all_gather_object(nodes, world.node, group=world.groups.control)
+    nodes = gather_objects(world.node, world.groups.control)
     return free_bytes() // nodes.count(world.node)

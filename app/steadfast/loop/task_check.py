@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steadfast.config import Config, Target, TaskConfig
+from steadfast.config import Config, EarlyStoppingConfig, Target, TaskConfig
+from steadfast.config.load import suggestion
 from steadfast.data.batches import IGNORED, Batch, tensors_of
 from steadfast.data.parts import rows_of, uncuttable
 from steadfast.data.randomness import own_randomness
@@ -17,6 +18,7 @@ from steadfast.errors import ConfigError, Problem, UsageError
 from steadfast.loop.buffers import Buffers
 from steadfast.loop.modes import evaluating
 from steadfast.loop.seed import seed_generators
+from steadfast.loop.validate import Validator
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import reshard
@@ -24,7 +26,7 @@ from steadfast.plan import Microbatch
 from steadfast.tasks import Sums
 from steadfast.tasks.metrics import SummedMetrics
 from steadfast.tasks.own import GlobalTask, OwnTask
-from steadfast.world.control import gather_numbers
+from steadfast.world.control import any_rank, gather_numbers
 from steadfast.world.runtime import World
 
 _NUM_ROWS = 4  # samples in a forward
@@ -80,6 +82,37 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
         # In training mode a layer of the user's own may depend on the whole microbatch, as BatchNorm does.
         with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
             _Trial(worker, world, parallel, unwrapped, _WHY_SUMS_IN_TRAINING).run()
+
+
+def check_watched_metrics(worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
+    """Refuse to watch a metric that validation does not measure. A collective, once per command.
+
+    The first held-out samples are measured. If these lack a name, all are, because a metric may come with few samples.
+
+    Raises:
+        ConfigError: validation measures no such metric, or no samples are held out.
+    """
+    keep_best = worker.config.checkpoint.keep_best
+    watched = {} if keep_best is None else {"checkpoint.keep_best.metric": keep_best.metric}
+    for index, hook in enumerate(worker.config.hooks):
+        if isinstance(hook, EarlyStoppingConfig):
+            watched[f"hooks.{index}.metric"] = hook.metric
+    num_samples = worker.loader.num_validation
+    if watched and not num_samples:
+        why = "no samples are held out, so nothing is measured. Set data.validation_fraction or data.validation"
+        raise ConfigError([Problem("", key, why) for key in watched])
+    missing = {key: metric for key, metric in watched.items() if metric != "loss"}
+    if not missing or any_rank(worker.watched_checked, world.groups.control):
+        return
+    worker.watched_checked = True
+    for size in sorted({min(worker.batch.global_size, num_samples), num_samples}):
+        with _without_a_trace(worker, parallel.unwrap(model)):
+            names = Validator(worker, parallel, world, size).names(model)
+        missing = {key: metric for key, metric in missing.items() if metric not in names}
+        if not missing:
+            return
+    what = '"{}" is no metric of validation{}'
+    raise ConfigError([Problem("", key, what.format(name, suggestion(name, names))) for key, name in missing.items()])
 
 
 class _Trial:

@@ -1,5 +1,6 @@
 """Validation on every held-out sample exactly once, in any world."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -21,19 +22,20 @@ from steadfast.world.runtime import Outcome, World
 
 
 class Validator:
-    """Measures a model on the held-out samples."""
+    """Measures a model on the first `num_samples` of the held-out samples, 0 for all."""
 
-    def __init__(self, worker: WorkerState, parallel: Parallel, world: World) -> None:
+    def __init__(self, worker: WorkerState, parallel: Parallel, world: World, num_samples: int = 0) -> None:
         config = worker.config
         self._worker = worker
         self._parallel = parallel
         self._world = world
-        self._plan = worker.validation_plan(world)
+        self._plan = worker.validation_plan(world, num_samples)
         self._seed = config.run.seed
         self._config = config.checkpoint
         self._totals = totals_of(config.run.exact)
         self._step = -1  # of the last validation
         self._metrics: dict[str, float] = {}
+        self._names: list[str] = []
         self.trigger = worker.trigger("validation", config.validation.every)
 
     def metrics_of(self, step: int) -> dict[str, float]:
@@ -80,6 +82,11 @@ class Validator:
             self._worker.hooks.on_validation(step, self._metrics)
         return self._metrics
 
+    def names(self, model: nn.Module) -> list[str]:
+        """Measure, and return the names of all metrics, also of those that count nothing. A collective."""
+        self._measure(model)
+        return self._names
+
     def at_end(self, outcome: Outcome, model: nn.Module) -> dict[str, float]:
         """Validate if the run has finished, and return the results. A collective.
 
@@ -108,7 +115,10 @@ class Validator:
         numbers = torch.cat([totals.loss_sum, totals.parts(totals.count), *totals.metrics(names)])
         self._world.groups.communicator.sum(numbers)
         self._world.groups.gate()
-        return means(("loss", *names), numbers.tolist(), totals.summation) | metrics.results(self._world.groups)
+        found = means(("loss", *names), numbers.tolist(), totals.summation)
+        results = metrics.results(self._world.groups)
+        self._names = ["loss", *names, *results]
+        return {"loss": math.nan} | found | results
 
     def _measure_step(
         self, step: int, batches: Iterator[Fetched], model: nn.Module, metrics: SummedMetrics, totals: Totals

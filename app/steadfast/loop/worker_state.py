@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadfast.checkpoint.initial import build_initial, build_initial_sharded, load_initial
@@ -31,8 +29,9 @@ from steadfast.checkpoint.state import (
 )
 from steadfast.checkpoint.writer import Writer
 from steadfast.config import Config, Every, TargetOptimizer, TensorSection
-from steadfast.data import Dataset, Extent, Loader, build_dataset, build_order
-from steadfast.data.batches import Batch, stack, tensors_of
+from steadfast.data import Extent, Loader, build_dataset, build_order
+from steadfast.data.batches import Batch
+from steadfast.data.fingerprint import fingerprint
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import NotDeferrable, SteadfastError, UsageError
 from steadfast.hooks.hooks import Hooks
@@ -54,7 +53,7 @@ from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import read_key, read_owner
 from steadfast.tasks import Sums, build_task
 from steadfast.tasks.own import GlobalTask, OwnTask
-from steadfast.world.control import gather_numbers
+from steadfast.world.control import gather_numbers, gather_objects
 from steadfast.world.device import Gpu, gather_gpus
 from steadfast.world.hardware import kind_of, refuse_mixed
 from steadfast.world.runtime import World
@@ -83,6 +82,7 @@ class WorkerState:
             self.task = build_task(config.task)
         self.compiled.take_loss(self.task)
         self.task_checked = False  # see `check_task`
+        self.watched_checked = False  # see `check_watched_metrics`
         with own_randomness(config.run.seed):
             self.dataset = build_dataset(config.data)
         # The loss count of a sample without masking, and whether samples may be masked.
@@ -272,10 +272,8 @@ class WorkerState:
         if self.config.checkpoint.trainable_only:
             self._check_bases(world)
         if self.compiled.wanted:
-            reasons = [""] * world.size
-            dist.all_gather_object(reasons, self.compiled.refused, group=world.groups.control)
             self.uncompiled = {}
-            for rank, reason in enumerate(reasons):
+            for rank, reason in enumerate(gather_objects(self.compiled.refused, world.groups.control)):
                 if reason:
                     self.uncompiled[rank] = reason
         device = self.precision.device
@@ -295,13 +293,10 @@ class WorkerState:
         # Compiled layers sum in another order than uncompiled ones.
         if self.compiled.refused:
             own += ", uncompiled"
-        kinds: list[Any] = [None] * world.size
-        dist.all_gather_object(kinds, own, group=world.groups.control)
-        return tuple(kinds)
+        return tuple(gather_objects(own, world.groups.control))
 
     def _check_bases(self, world: World) -> None:
-        bases = [""] * world.size
-        dist.all_gather_object(bases, self.base, group=world.groups.control)
+        bases = gather_objects(self.base, world.groups.control)
         for rank, base in enumerate(bases):
             if base != bases[0]:
                 raise UsageError(
@@ -333,8 +328,7 @@ class WorkerState:
         part = None
         if self._shards is not None and self.step:
             part = self.step, self._shards.world.attempt, self._shards.world.part
-        parts = [part] * world.size
-        dist.all_gather_object(parts, part, group=world.groups.control)
+        parts = gather_objects(part, world.groups.control)
         # Of several ranks with the same part one is enough. Without memory the restore finds older copies.
         if part is not None and self._shards is not None and parts.index(part) == world.rank:
             with contextlib.suppress(OSError):
@@ -428,7 +422,16 @@ class WorkerState:
         """Record that model and optimizer hold the state of `step`."""
         self.held.complete(step)
         if step not in self.amendments.skip:
-            self.hooks.on_step(step)
+            # Gradient buckets are cleared in place, and a hook would take their zeros for the gradients of the step.
+            params = list(self._model.parameters()) if self.hooks.act_on_steps else []
+            gradients = [param.grad for param in params]
+            try:
+                for param in params:
+                    param.grad = None
+                self.hooks.on_step(step)
+            finally:
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.grad = gradient
 
     def state(self, model: nn.Module) -> State:
         """Return live references to everything that a checkpoint holds.
@@ -499,12 +502,12 @@ class WorkerState:
         )
         return plan.amended(self.amendments)
 
-    def validation_plan(self, world: World) -> Plan | None:
-        """Return the plan of the held-out samples, None if none.
+    def validation_plan(self, world: World, num_samples: int = 0) -> Plan | None:
+        """Return the plan of the first `num_samples` held-out samples, 0 for all; None if there are none.
 
         The plan has one step, or one step per global batch for a loss that depends on the size of its batch.
         """
-        size = self.loader.num_validation
+        size = num_samples or self.loader.num_validation
         if not size:
             return None
         step_size = self.batch.global_size if isinstance(self.task, GlobalTask) else size
@@ -513,19 +516,3 @@ class WorkerState:
     def example(self) -> Batch:
         """Return a microbatch of real samples on the device."""
         return self.loader.example(min(self.batch.samples_per_microbatch, self.order.num_train))
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """Return a digest that identifies a dataset by two of its samples, and by the index of its shards."""
-    # Resuming with other data would break the order of samples. Reading the whole dataset would take hours.
-    sources = getattr(dataset, "sources", None)
-    if sources is not None:
-        return hashlib.sha256(" ".join(map(fingerprint, sources)).encode()).hexdigest()[:16]
-    digest = hashlib.sha256(f"{len(dataset)}{getattr(dataset, 'digest', '')}".encode())
-    for index in (0, len(dataset) - 1):
-        # Without a seed, a dataset with random augmentation would have another digest each time.
-        with own_randomness(0):
-            sample = stack([dataset[index]])
-        for tensor in tensors_of(sample):
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]

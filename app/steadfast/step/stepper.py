@@ -20,7 +20,7 @@ from steadfast.optim.schedule import build_schedule
 from steadfast.parallel import Parallel
 from steadfast.plan import Microbatch, Plan
 from steadfast.tasks import Sums, Task
-from steadfast.world.control import StepResult, agree_on_names
+from steadfast.world.control import StepResult
 from steadfast.world.runtime import World
 
 
@@ -52,7 +52,6 @@ class Stepper:
         # Samples of a microbatch share a forward if their losses depend on each other.
         self._coupled = config.task.coupled
         self._totals = totals_of(config.run.exact)
-        self._metric_names: tuple[str, ...] | None = None
         # These two exist only if the model or the configuration needs them.
         self._buffers = StepBuffers.of(model, config.run.exact)
         self._compiled = worker.compiled if worker.compiled.wanted else None
@@ -96,14 +95,14 @@ class Stepper:
         # compares false too, and ends the run once its message is read.
         overflowed = bool(global_count > 0) and self._precision.update(self._optimizer, grad_norm)
         self._parallel.clear_gradients(self._optimizer)
-        names = self._metric_names or ()
+        names = totals.metric_names
         beside = torch.stack([totals.count, grad_norm.double()])
         return StepResult(
             step,
             torch.cat([totals.loss_sum, beside, *totals.metrics(names)]),
             num_samples,
             digest,
-            names,
+            tuple(names),
             grad_norms,
             lr,
             overflowed=overflowed,
@@ -206,9 +205,6 @@ class Stepper:
         """
         self._world.progress.mark("gradients")
         global_count = self._global_count(step, totals.count)
-        # Agreed on once, because an exchange of objects takes longer than the step of a small model.
-        if self._metric_names is None:
-            self._metric_names = agree_on_names(totals.metric_names, self._world.groups.control)
         if self._buffers is not None:
             self._buffers.send(self._world.groups)
         self._wait_for_sums()

@@ -16,6 +16,7 @@ from steadfast.checkpoint.restore import Restored
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import Tensors, sha256, weights_digest
 from steadfast.config import KeepBestConfig
+from steadfast.data.fingerprint import LAYOUT
 from steadfast.guards.recompute import adds_parts_by_themselves
 from steadfast.loop.worker_state import WorkerState
 from steadfast.optim.schedule import warmup_in_force
@@ -191,6 +192,11 @@ class Recorder:
             self._notify(f"run.init_from {counts}: {names}")
         if frozen := self._worker.frozen:
             self._notify(f"these modules were built in evaluation mode, and keep that mode: {', '.join(frozen)}")
+        if self._worker.fingerprint.startswith(LAYOUT):
+            self._notify(
+                "the dataset draws numbers that nothing seeds: a sample that is read twice differs. So a resume knows "
+                "the data by length and layout alone. Draw from torch, numpy.random or random, which are seeded"
+            )
         if reason := self._worker.built_whole_because:
             self._notify(f"each worker holds the whole model while the model is built and restored: {reason}")
         if self._config.checkpoint.trainable_only and not self._worker.base:

@@ -37,6 +37,7 @@ class StepResult(NamedTuple):
         numbers: (width + 2 + 2 * width * metrics,) float64: the `width` parts of this rank's loss sum, its count, the
             norm of the whole mean gradient, then the parts of sum and count of each metric on this rank. They stay on
             the device until they are needed.
+        metric_names: metrics of this rank in this step.
         grad_norms: (parameters,) norm of each parameter's gradient before clipping; a DTensor if sharded.
         losses: each microbatch of this rank, pads excluded, with its () loss sum and its count, which also stay on the
             device.
@@ -69,6 +70,9 @@ class _HostCopy:
 
     def __init__(self, result: StepResult) -> None:
         self.result = result
+        # Metrics for which the message has no room: those of this rank at first, and of all ranks after `_add_late`.
+        self.late: dict[str, list[float]] = {}  # parts of sum and count, by name
+        self._names: Sequence[str] = ()  # of the metrics in the message
         self._width = result.summation.width
         self._host = result.numbers
         self._arrived: torch.cuda.Event | None = None
@@ -80,16 +84,22 @@ class _HostCopy:
             self._arrived.record()
 
     def __len__(self) -> int:
-        return _BESIDE + self._width * (1 + 2 * len(self.result.metric_names))
+        return _BESIDE + self._width * (1 + 2 * len(self._names))
 
-    def row(self) -> list[float]:
-        """Return the `len(self)` numbers to add up over ranks."""
+    def row(self, names: Sequence[str]) -> list[float]:
+        """Return the `len(self)` numbers to add up over ranks, with those of the metrics `names`."""
+        self._names = names
         if self._arrived is not None:
             self._arrived.synchronize()
         host: list[float] = self._host.tolist()
         loss = host[: self._width]
         count, self.grad_norm = host[self._width : self._width + 2]
-        metrics = host[self._width + 2 :]
+        pairs = host[self._width + 2 :]
+        for at, name in enumerate(self.result.metric_names):
+            self.late[name] = pairs[2 * self._width * at : 2 * self._width * (at + 1)]
+        metrics: list[float] = []
+        for name in names:
+            metrics += self.late.pop(name, [0.0] * (2 * self._width))
         not_finite = not (math.isfinite(sum(loss)) and (math.isfinite(self.grad_norm) or self.result.overflowed))
         # Float64 is exact up to 2^53, so the halves of a digest can be summed over 2^21 ranks.
         high, low = divmod(self.result.samples_digest, _HALF)
@@ -100,6 +110,7 @@ class _HostCopy:
         loss_sum = self.result.summation.join(row[: self._width])
         count, *others = row[self._width : self._width + _BESIDE]
         high, low, num_samples, not_finite = map(int, others)
+        metrics = [*row[self._width + _BESIDE :], *chain(*self.late.values())]
         # A step in which everything is masked has no mean, and its loss, even if not finite, is not an error.
         divisor = count or math.nan
         finite = not not_finite or count == 0
@@ -116,7 +127,7 @@ class _HostCopy:
             samples_digest=(high * _HALF + low) % _HALF**2,
             finite=finite,
             overflowed=self.result.overflowed,
-            metrics=means(self.result.metric_names, row[self._width + _BESIDE :], self.result.summation),
+            metrics=means([*self._names, *self.late], metrics, self.result.summation),
             suspects=suspects,
         )
 
@@ -195,6 +206,8 @@ class ControlChannel:
         self._num_steps = 1  # covered by the next message
         self._requests: set[str] = set()  # of this rank, for the next message
         self._copies: deque[_HostCopy] = deque()
+        # The same on all ranks. A metric with another name is added up in an exchange of its own, see `_add_late`.
+        self._metric_names: tuple[str, ...] = ()
         self._posted: deque[tuple[dist.Work, Tensor, list[_HostCopy]]] = deque()
 
     @property
@@ -235,11 +248,9 @@ class ControlChannel:
         numbers: list[float] = [num_steps_proposed]
         for name in self._names:
             numbers.append(name in self._requests)
-        copies: list[_HostCopy] = []
-        for _ in range(num_steps):
-            copy = self._copies.popleft()
-            copies.append(copy)
-            numbers += copy.row()
+        copies = [self._copies.popleft() for _ in range(num_steps)]
+        rows = [copy.row(self._metric_names) for copy in copies]
+        numbers += [any(copy.late for copy in copies), *chain(*rows)]
         self._requests.clear()
         message = torch.tensor([*numbers, *self._rider.payload()], dtype=torch.float64)
         # Called on the group, because the checks of dist.all_reduce take as long as this call.
@@ -255,6 +266,9 @@ class ControlChannel:
             if num_ranks:
                 self.requested.add(name)
         at = 1 + len(self._names)
+        if numbers[at]:
+            self._add_late(copies)
+        at += 1
         finished = []
         for copy in copies:
             finished.append(copy.stats(numbers[at : at + len(copy)]))
@@ -262,9 +276,18 @@ class ControlChannel:
         self._rider.on_result(self._step, numbers[at:])
         return finished
 
+    def _add_late(self, copies: Sequence[_HostCopy]) -> None:
+        """Add up the steps' late metrics, for which later messages have room. A blocking collective."""
+        by_rank = gather_objects([copy.late for copy in copies], self._group)
+        for copy, of_ranks in zip(copies, zip(*by_rank, strict=True), strict=True):
+            copy.late = {}
+            for name, parts in chain(*map(dict.items, of_ranks)):
+                copy.late[name] = list(map(sum, zip(copy.late.get(name, [0.0] * len(parts)), parts, strict=True)))
+            self._metric_names = tuple(dict.fromkeys([*self._metric_names, *copy.late]))
+
 
 def means(names: Sequence[str], parts: Sequence[float], summation: type[Summation]) -> dict[str, float]:
-    """Return each metric's mean, nan for a count of 0.
+    """Return each metric's mean, none for a count of 0.
 
     Args:
         parts: the parts of sum and count of each metric in turn.
@@ -273,16 +296,22 @@ def means(names: Sequence[str], parts: Sequence[float], summation: type[Summatio
     numbers = [summation.join(parts[at : at + width]) for at in range(0, len(parts), width)]
     found: dict[str, float] = {}
     for name, total, count in zip(names, numbers[::2], numbers[1::2], strict=True):
-        found[name] = total / count if count else math.nan
+        if count:
+            found[name] = total / count
     return found
 
 
 def agree_on_names(names: Sequence[str], group: dist.ProcessGroup) -> tuple[str, ...]:
     """Return all ranks' names in one order. A blocking collective."""
     # Ranks add up numbers by position, so a name that only one rank has needs a position on all ranks.
+    return tuple(dict.fromkeys(chain.from_iterable(gather_objects(list(names), group))))
+
+
+def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the objects of all ranks. A blocking collective."""
     by_rank: list[Any] = [None] * group.size()
-    dist.all_gather_object(by_rank, list(names), group=group)
-    return tuple(dict.fromkeys(chain.from_iterable(by_rank)))
+    dist.all_gather_object(by_rank, own, group=group)
+    return by_rank
 
 
 def any_rank(condition: bool, group: dist.ProcessGroup) -> bool:

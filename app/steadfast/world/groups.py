@@ -343,7 +343,7 @@ def _connect_nccl(
     options.config.blocking = 0
     options._timeout = timeouts.form  # or torch warns that the argument below is another one
     # Given its device, the group connects now.
-    group = dist.new_group(list(ranks), timeouts.form, "nccl", pg_options=options, device_id=device)
+    group = dist.new_group(list(ranks), timeouts.form, nccl(), pg_options=options, device_id=device)
     if dist.get_rank() not in ranks:
         return None
     backend = group._get_backend(device)
@@ -352,6 +352,12 @@ def _connect_nccl(
     communicator = NcclCommunicator(group, abort, 2 * timeouts.silence_s)
     communicator.connect(device, limit.total_seconds(), aborted)
     return communicator
+
+
+def nccl() -> str:
+    """Return torch's name of the backend that is a ProcessGroupNCCL."""
+    # From torch 2.15 on "nccl" is another class, with other time-outs and aborts than this module relies on.
+    return "nccl-legacy" if "nccl-legacy" in dist.Backend.backend_list else "nccl"
 
 
 def _abort_soon(backend: Any, limit_s: float) -> None:
