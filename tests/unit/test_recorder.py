@@ -77,7 +77,7 @@ def test_recorder_notes_a_setup_that_differs_from_the_configuration(follower: re
     assert [call.args[0].line() for call in cast(Mock, follower._runtime.publish).call_args_list] == [
         "schedule.warmup_steps 50 -> 20: the run has 20 steps",
         "run.init_from lacks 2 of the model's names and has 1 other name: a, b, c",
-        "these modules were built in evaluation mode, and keep that mode: backbone, norms.1",
+        "these modules stay in evaluation mode: backbone, norms.1",
         "each worker holds the whole model while the model is built and restored: "
         "random numbers of a generator of its own",
         "checkpoint.trainable_only leaves nothing out: all parameters of the model are trained",

@@ -1,10 +1,14 @@
 """Buffers that a forward changes, above all running statistics of normalization."""
 
+from __future__ import annotations
+
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +16,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from steadfast.data.parts import Part
 from steadfast.errors import ConfigError, Problem, TrainingError
+from steadfast.loop.side_effects import Undo, gathered_writes, keep, name_of, restore, undone, values_of
+from steadfast.parallel.digest import digest
+from steadfast.parallel.dtensor import is_sharded, local
 from steadfast.plan import Microbatch
 from steadfast.world.communicator import Communicator
 from steadfast.world.control import agree_on_names
 from steadfast.world.groups import Groups
+
+if TYPE_CHECKING:
+    from steadfast.loop.worker_state import WorkerState
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -27,85 +37,132 @@ _WITH_STATISTICS = (
 )
 
 
-class Buffers:
-    """Buffers that belong to a model's state; masks and tables never change.
+@dataclass
+class Effects:
+    """State that forwards change, as the first step of a process has shown."""
 
-    After each step the leader's values replace all buffers that a forward changes: codebooks, queues, the vectors of a
-    spectral norm. Running statistics of normalization layers are excluded. The first step of an attempt shows which
-    buffers change.
-    """
+    changing: tuple[str, ...] | None = None  # parameters and buffers of checkpoints, the same on all ranks
+    unsaved: tuple[str, ...] = ()  # places that no checkpoint holds
 
-    def __init__(self, model: nn.Module) -> None:
-        state = model.state_dict()
-        self._places: list[tuple[nn.Module, str, Tensor]] = []
-        self._others: dict[str, Tensor] = {}  # buffers other than running statistics
-        for prefix, module in model.named_modules():
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                if name in state:
-                    self._places.append((module, name.rpartition(".")[2], buffer))
-                    if not isinstance(module, _WITH_STATISTICS):
-                        self._others[name] = buffer
-        self._versions: dict[str, int] = {}
-        self._changing: tuple[str, ...] | None = None  # the same on all ranks
+
+class Place(NamedTuple):
+    """A parameter or persistent buffer of a module."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    memory: Tensor  # of the tensor, to which checkpoints refer; a forward may give the tensor another one
 
     @property
-    def changing(self) -> tuple[str, ...]:
-        """Return the names of changing buffers; () before the first step."""
-        # Running statistics are not among them.
-        return self._changing or ()
+    def kind(self) -> str:
+        return "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
+
+    def settle(self, name: str) -> None:
+        """Copy a tensor that a forward has put in this place into the memory of the place."""
+        current, held = getattr(self.module, self.name), self.memory
+        if current is self.tensor and current.data_ptr() == held.data_ptr() and current.shape == held.shape:
+            return
+        fits = current is not None and torch.promote_types(current.dtype, held.dtype) == held.dtype
+        if not fits or current.shape != held.shape:
+            raise TrainingError(
+                f"a forward changes the model's {self.kind} {name} from {_layout(held)} to {_layout(current)}, and "
+                "checkpoints hold tensors of one shape and type. Create it in its largest shape, and count in another "
+                "buffer how much of it is in use; a cache may be a buffer with persistent=False"
+            )
+        values = current.detach()
+        self.tensor.data = held
+        self.tensor.detach().copy_(values)
+        setattr(self.module, self.name, self.tensor)
+
+
+class Buffers:
+    """Parameters and buffers of a model's state that forwards change; masks and tables never change.
+
+    After each step the leader's values replace all tensors that a forward changes: codebooks, queues, the vectors of a
+    spectral norm, layers that the first batch initializes, momentum encoders. Running statistics of normalization
+    layers are excluded.
+
+    Args:
+        effects: what an earlier step of this process has shown; the first step adds to it.
+        replicated: whether every worker holds the whole model.
+    """
+
+    def __init__(self, model: nn.Module, effects: Effects, replicated: bool) -> None:
+        self._effects = effects
+        self._replicated = replicated
+        self.places: dict[str, Place] = {}
+        self._statistics: set[str] = set()
+        for path, module in model.named_modules():
+            for name in (*module._parameters, *module._buffers):
+                tensor, full_name = getattr(module, name), f"{path}.{name}".lstrip(".")
+                # A shard is not what a forward writes, and a parameter of another stage is not there.
+                if tensor is None or tensor.is_meta or is_sharded(tensor) or name in module._non_persistent_buffers_set:
+                    continue
+                self.places[full_name] = Place(module, name, tensor, tensor.data)
+                if isinstance(module, _WITH_STATISTICS) and name in module._buffers:
+                    self._statistics.add(full_name)
+        known = effects.changing or ()
+        # Those that a step may change.
+        self.watched = {name: place for name, place in self.places.items() if place.kind == "buffer" or name in known}
+        self._versions: dict[str, int] = {}
+        self.changing: tuple[str, ...] | None = None  # none of the running statistics; the same on all ranks
 
     def begin(self) -> None:
         """Begin a step."""
-        self._versions = {name: buffer._version for name, buffer in self._others.items()}
+        if self.changing is None:
+            self._versions = {name: place.tensor._version for name, place in self.watched.items()}
 
-    def send(self, groups: Groups) -> None:
-        """Start the broadcast of changed buffers from the leader. A collective."""
-        # A forward may replace a buffer by a new tensor, which would be in no checkpoint.
-        for module, name, buffer in self._places:
-            current = getattr(module, name)
-            if current is not buffer:
-                buffer.copy_(current)
-                setattr(module, name, buffer)
-        if not self._others:
-            return
-        if self._changing is None:
-            changed: list[str] = []
-            for name, buffer in self._others.items():
-                if buffer._version != self._versions[name]:
-                    changed.append(name)
-            self._changing = agree_on_names(changed, groups.control)
-        for name in self._changing:
-            groups.communicator.broadcast(self._others[name], 0)
+    def settle(self) -> None:
+        """Take back tensors that a forward has replaced by new ones, which would be in no checkpoint."""
+        for name, place in (self.places if self.changing is None else self.watched).items():
+            place.settle(name)
+
+    def send(self, groups: Groups, changed: Iterable[str]) -> None:
+        """Start the broadcast of changed tensors from the leader. A collective.
+
+        Args:
+            changed: names of tensors whose values the first step of this process has changed.
+
+        Raises:
+            TrainingError: a forward changes a parameter of which each worker holds a part.
+        """
+        if self.changing is None:
+            # Values may be equal now, for example those of a running maximum, and differ after a later step.
+            written = [name for name, place in self.watched.items() if place.tensor._version != self._versions[name]]
+            own = [name for name in dict.fromkeys([*changed, *written]) if name not in self._statistics]
+            self.changing = self._effects.changing = agree_on_names(self._effects.changing or own, groups.control)
+            self.watched |= {name: self.places[name] for name in self.changing if name in self.places}
+        for name in self.changing:
+            if not self._replicated and (name not in self.places or self.places[name].kind == "parameter"):
+                raise TrainingError(
+                    f"a forward changes the model's parameter {name}, of which each worker holds only a part, so the "
+                    "change would be lost or differ between workers. Take parallel.kind=ddp, or keep the values in a "
+                    "buffer"
+                )
+            groups.communicator.broadcast(self.places[name].memory, 0)
 
     @contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """Restore the buffers if the context fails."""
-        before = self._current()
+    def undone(self, always: bool = True) -> Iterator[None]:
+        """Restore the tensors after the context, or only if the context fails."""
+        undo: Undo = {}
+        for place in self.watched.values():
+            # Read from the module, because until the end of the step a forward may have replaced a buffer.
+            current = getattr(place.module, place.name)
+            if current is not None:
+                keep(current, undo, current.device)
+            undo[id(place)] = partial(setattr, place.module, place.name, current)
         try:
             yield
         except BaseException:
-            self._put_back(before)
+            always = True
             raise
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Restore the buffers after the context."""
-        before = self._current()
-        try:
-            yield
         finally:
-            self._put_back(before)
+            if always:
+                restore(undo)
 
-    def _current(self) -> list[Tensor]:
-        # Read from the module, because until the end of the step a forward may have replaced a buffer.
-        return [getattr(module, name).clone() for module, name, _ in self._places]
 
-    def _put_back(self, before: list[Tensor]) -> None:
-        for (module, name, buffer), earlier in zip(self._places, before, strict=True):
-            # A copy into `.data` keeps the version, by which `send` finds changes of a forward.
-            buffer.data.copy_(earlier)
-            # A forward may have put another tensor in the place of the buffer.
-            setattr(module, name, buffer)
+def _layout(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class RunningStatistics:
@@ -204,17 +261,24 @@ class RunningStatistics:
 
 
 class StepBuffers:
-    """Buffers of a model during the forwards of a training step."""
+    """State of a model and a task that forwards of a training step may change.
 
-    def __init__(self, model: nn.Module, exact: bool) -> None:
-        self._buffers = Buffers(model)
+    The first step of a process shows which state forwards do change.
+    """
+
+    def __init__(self, worker: WorkerState, model: nn.Module, replicated: bool) -> None:
+        self._worker = worker
+        self._model = model
+        self._buffers = Buffers(model, worker.effects, replicated)
         self._statistics = RunningStatistics(model)
-        self._exact = exact
+        self._shards = {name: param for name, param in model.named_parameters() if is_sharded(param)}
+        self._before: dict[str, object] | None = None  # at the beginning of a process's first step
+        self._lost: set[str] = set()  # parameters that were written while they were gathered
 
-    @classmethod
-    def of(cls, model: nn.Module, exact: bool) -> Self | None:
-        """Return the buffers of a model, None without any."""
-        return None if next(model.buffers(), None) is None else cls(model, exact)
+    @property
+    def is_needed(self) -> bool:
+        """Return whether later steps may change anything."""
+        return bool(self._buffers.watched)
 
     @contextmanager
     def step(self, num_microbatches: int) -> Iterator[None]:
@@ -225,10 +289,41 @@ class StepBuffers:
         Args:
             num_microbatches: number of microbatches that all ranks together compute in the step.
         """
-        with self._buffers.undone_on_failure():
+        with self._first_step(), self._buffers.undone(always=False):
             self._buffers.begin()
             self._statistics.begin(num_microbatches)
             yield
+
+    @contextmanager
+    def _first_step(self) -> Iterator[None]:
+        """Find out what the forwards of the process's first step change."""
+        if self._worker.effects.changing is not None:
+            yield
+            return
+        self._before = self._values()
+        try:
+            with gathered_writes(self._model) as self._lost:
+                yield
+        except BaseException:
+            # To put back parameters this step would need a copy of all.
+            if any(getattr(self._buffers.places.get(name), "kind", "") == "parameter" for name in self._changed()):
+                self._worker.forget()
+            raise
+        finally:
+            self._before = None
+
+    def _values(self) -> dict[str, object]:
+        shards = {name: int(digest([local(param)])) for name, param in self._shards.items()}
+        return values_of(self._model, self._worker.task) | shards
+
+    def _changed(self) -> list[str]:
+        """Return changed places of the first step, tensors of checkpoints by their names in the model."""
+        if self._before is None:
+            return []
+        after, prefix = self._values(), f"{name_of(self._model)}."
+        found = [place for place in {**self._before, **after} if self._before.get(place) != after.get(place)]
+        names = {f"{prefix}{name}": name for name in self._buffers.places}
+        return [names.get(place, place) for place in found]
 
     @contextmanager
     def forward(self, part: Part) -> Iterator[None]:
@@ -236,7 +331,7 @@ class StepBuffers:
         if part.weight:
             yield
         else:
-            with self._buffers.undone():
+            with self.undone():
                 yield
         self._statistics.put_back()
 
@@ -248,20 +343,31 @@ class StepBuffers:
         self._statistics.forwarded(part.microbatch, part.share)
 
     def undone(self) -> AbstractContextManager[None]:
-        """Restore the buffers after the context."""
+        """Restore the state after the context."""
+        # Until the first step has ended nothing is known of parameters.
+        if self._worker.effects.changing is None:
+            return undone(self._model, self._worker.task)
         return self._buffers.undone()
 
     def send(self, groups: Groups) -> None:
         """Start to give all ranks the buffers of the whole step. A collective.
 
         Raises:
-            TrainingError: the run is exact, and a buffer would depend on the number of workers.
+            TrainingError: the run is exact, and a tensor would depend on the number of workers; or a change of a
+                forward cannot be kept.
         """
-        self._buffers.send(groups)
-        if self._exact and self._buffers.changing:
+        self._buffers.settle()
+        names: list[str] = [*self._lost]
+        unsaved: list[str] = []
+        for name in self._changed():
+            (names if name in self._buffers.places or name in self._shards else unsaved).append(name)
+        self._worker.effects.unsaved = tuple(unsaved) or self._worker.effects.unsaved
+        self._buffers.send(groups, names)
+        if self._worker.config.run.exact and self._buffers.changing:
+            name = self._buffers.changing[0]
             raise TrainingError(
-                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, whose value then comes "
-                "from rank 0's microbatches, and so depends on the number of workers. Set run.exact=false"
+                f"run.exact: a forward changes the model's {self._buffers.places[name].kind} {name}, whose value then "
+                "comes from rank 0's microbatches, and so depends on the number of workers. Set run.exact=false"
             )
         self._statistics.send(groups.communicator)
 
