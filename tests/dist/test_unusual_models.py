@@ -20,7 +20,7 @@ from tests.support.deaths import Plot, survive, undisturbed
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.like_nccl import Death
-from tests.support.models import WIDTH, Embedded, Normalised
+from tests.support.models import WIDTH, Embedded, Extra, Fused, Normalised
 from tests.support.reference import reference
 from tests.support.small import VOCABULARY, small
 
@@ -231,46 +231,37 @@ def test_a_buffer_that_grows_is_refused_with_its_shapes_and_a_cache_is_named(tmp
     assert notice.startswith("the first step changes Growing.seen, which no checkpoint holds")
 
 
-class Fused(Embedded):
-    """Has two weights in one, which its state_dict holds apart, and an extra state."""
+class Mixed(Embedded):
+    """Has copies in its state_dict: two parts of a weight, and a number that each step changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused = nn.Parameter(torch.randn(2 * WIDTH, WIDTH) * 0.1)
-        self.rate = 1.0
-        self.register_state_dict_post_hook(self._split)
-        self.register_load_state_dict_pre_hook(self._join)
-
-    @staticmethod
-    def _split(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        fused = state.pop("fused")
-        state["query"], state["key"] = fused[:WIDTH].clone(), fused[WIDTH:].clone()
-
-    @staticmethod
-    def _join(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        state["fused"] = torch.cat([state.pop("query"), state.pop("key")])
-
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.rate, dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.rate = float(state)
+        self.fused, self.rate = Fused(WIDTH), Extra(torch.tensor(1.0, dtype=torch.float64))
 
     def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        query, key = (hidden @ self.fused.T).chunk(2, dim=-1)
-        return hidden + query * torch.tanh(key) * self.rate
+        mixed: Tensor = self.fused(hidden) * self.rate.extra
+        return mixed
+
+
+class Decaying:
+    """Changes the extra state after each step."""
+
+    def on_step(self, run: HookContext) -> None:
+        run.model.rate.set_extra_state(run.model.rate.extra * 0.9)  # type: ignore[operator, union-attr]
 
 
 def test_copies_in_a_state_dict_reach_new_workers_and_resumed_runs(tmp_path: Path) -> None:
-    words = [f"model.target={HERE}:Fused", "validation.every=4"]
-    config = small(tmp_path, *words)
-    expected = reference(config)
+    config = small(tmp_path, f"model.target={HERE}:Mixed", f"hooks=[{{target: '{HERE}:Decaying'}}]")
+
+    def decay(model: nn.Module, step: int) -> None:
+        if step > 1:
+            Decaying().on_step(HookContext(model, None))  # type: ignore[arg-type]
+
+    expected = reference(config, before_step=decay)
     drill(config, worlds=[1, 3], leave_after=[4], stop_after=6)
     found = drill(config, worlds=[[3, 4], 1], leave_after=[3])
-    check_equal(
-        {name: each for name, each in found.weights.items() if name != "_extra_state"},
-        {name: each for name, each in expected.weights.items() if name != "_extra_state"},
-    )
+    assert float(found.weights["rate._extra_state"]) == pytest.approx(0.9**14)
+    check_equal(found.weights, expected.weights | {"rate._extra_state": found.weights["rate._extra_state"]})
 
 
 class Scaled(Embedded):

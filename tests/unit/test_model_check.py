@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,42 +13,8 @@ from steadfast.checkpoint.state import ModelState, copies_in, flatten
 from steadfast.config import parse_config
 from steadfast.errors import ConfigError
 from steadfast.loop.worker_state import WorkerState
+from tests.support.models import Extra, Fused
 from tests.support.reference import CPU
-
-
-class Fused(nn.Module):
-    """Holds several weights in one, as fused attention does; a hook gives each its name, by `split`, and `join` undoes
-    that."""
-
-    def __init__(self, split: Callable[[Tensor], Tensor] = torch.clone, join: Any = torch.cat) -> None:
-        super().__init__()
-        self.fused, self.split, self.join = nn.Parameter(torch.randn(4, 3)), split, join
-        self.register_state_dict_post_hook(self._split)
-        self.register_load_state_dict_pre_hook(self._join)
-
-    @staticmethod
-    def _split(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        fused = state.pop(f"{prefix}fused")
-        state[f"{prefix}query"], state[f"{prefix}key"] = map(module.split, (fused[:2], fused[2:]))
-
-    @staticmethod
-    def _join(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if module.join is not None:
-            state[f"{prefix}fused"] = module.join([state.pop(f"{prefix}query"), state.pop(f"{prefix}key")])
-
-
-class Extra(nn.Module):
-    """Keeps what `make` returns beside its weights."""
-
-    def __init__(self, extra: Any) -> None:
-        super().__init__()
-        self.weight, self.extra = nn.Parameter(torch.zeros(2)), extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 def with_tensor(tensor: Tensor, persistent: bool = True) -> nn.Module:
@@ -106,7 +71,7 @@ def test_a_state_dict_that_does_not_come_back_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"loaded again, changes fused"):
         refuse_lossy_copies(Fused(split=lambda part: part.bfloat16()))
     with pytest.raises(ConfigError, match=r'does not take its own state_dict\(\).*Missing key\(s\).*"fused"'):
-        refuse_lossy_copies(Fused(join=None))
+        refuse_lossy_copies(Fused(joins=False))
 
 
 @pytest.mark.parametrize("make", [Fused, lambda: Fused(split=lambda part: part), lambda: Extra(torch.zeros(2))])
