@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,7 +55,9 @@ class Place(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
+        if isinstance(self.tensor, nn.Parameter):
+            return "parameter"
+        return "statistic" if isinstance(self.module, _WITH_STATISTICS) else "buffer"
 
     def settle(self, name: str) -> None:
         """Copy a tensor that a forward has put in this place into the memory of the place."""
@@ -73,92 +75,6 @@ class Place(NamedTuple):
         self.tensor.data = held
         self.tensor.detach().copy_(values)
         setattr(self.module, self.name, self.tensor)
-
-
-class Buffers:
-    """Parameters and buffers of a model's state that forwards change; masks and tables never change.
-
-    After each step the leader's values replace all tensors that a forward changes: codebooks, queues, the vectors of a
-    spectral norm, layers that the first batch initializes, momentum encoders. Running statistics of normalization
-    layers are excluded.
-
-    Args:
-        effects: what an earlier step of this process has shown; the first step adds to it.
-        replicated: whether every worker holds the whole model.
-    """
-
-    def __init__(self, model: nn.Module, effects: Effects, replicated: bool) -> None:
-        self._effects = effects
-        self._replicated = replicated
-        self.places: dict[str, Place] = {}
-        self._statistics: set[str] = set()
-        for path, module in model.named_modules():
-            for name in (*module._parameters, *module._buffers):
-                tensor, full_name = getattr(module, name), f"{path}.{name}".lstrip(".")
-                # A shard is not what a forward writes, and a parameter of another stage is not there.
-                if tensor is None or tensor.is_meta or is_sharded(tensor) or name in module._non_persistent_buffers_set:
-                    continue
-                self.places[full_name] = Place(module, name, tensor, tensor.data)
-                if isinstance(module, _WITH_STATISTICS) and name in module._buffers:
-                    self._statistics.add(full_name)
-        known = effects.changing or ()
-        # Those that a step may change.
-        self.watched = {name: place for name, place in self.places.items() if place.kind == "buffer" or name in known}
-        self._versions: dict[str, int] = {}
-        self.changing: tuple[str, ...] | None = None  # none of the running statistics; the same on all ranks
-
-    def begin(self) -> None:
-        """Begin a step."""
-        if self.changing is None:
-            self._versions = {name: place.tensor._version for name, place in self.watched.items()}
-
-    def settle(self) -> None:
-        """Take back tensors that a forward has replaced by new ones, which would be in no checkpoint."""
-        for name, place in (self.places if self.changing is None else self.watched).items():
-            place.settle(name)
-
-    def send(self, groups: Groups, changed: Iterable[str]) -> None:
-        """Start the broadcast of changed tensors from the leader. A collective.
-
-        Args:
-            changed: names of tensors whose values the first step of this process has changed.
-
-        Raises:
-            TrainingError: a forward changes a parameter of which each worker holds a part.
-        """
-        if self.changing is None:
-            # Values may be equal now, for example those of a running maximum, and differ after a later step.
-            written = [name for name, place in self.watched.items() if place.tensor._version != self._versions[name]]
-            own = [name for name in dict.fromkeys([*changed, *written]) if name not in self._statistics]
-            self.changing = self._effects.changing = agree_on_names(self._effects.changing or own, groups.control)
-            self.watched |= {name: self.places[name] for name in self.changing if name in self.places}
-        for name in self.changing:
-            if not self._replicated and (name not in self.places or self.places[name].kind == "parameter"):
-                raise TrainingError(
-                    f"a forward changes the model's parameter {name}, of which each worker holds only a part, so the "
-                    "change would be lost or differ between workers. Take parallel.kind=ddp, or keep the values in a "
-                    "buffer"
-                )
-            groups.communicator.broadcast(self.places[name].memory, 0)
-
-    @contextmanager
-    def undone(self, always: bool = True) -> Iterator[None]:
-        """Restore the tensors after the context, or only if the context fails."""
-        undo: Undo = {}
-        for place in self.watched.values():
-            # Read from the module, because until the end of the step a forward may have replaced a buffer.
-            current = getattr(place.module, place.name)
-            if current is not None:
-                keep(current, undo, current.device)
-            undo[id(place)] = partial(setattr, place.module, place.name, current)
-        try:
-            yield
-        except BaseException:
-            always = True
-            raise
-        finally:
-            if always:
-                restore(undo)
 
 
 def _layout(tensor: Tensor | None) -> str:
@@ -261,68 +177,87 @@ class RunningStatistics:
 
 
 class StepBuffers:
-    """State of a model and a task that forwards of a training step may change.
+    """State of a model and a task that the forwards of a training step change; masks and tables never change.
 
-    The first step of a process shows which state forwards do change.
+    After each step the leader's values replace all tensors of checkpoints that a forward changes: codebooks, queues, the
+    vectors of a spectral norm, layers that the first batch initializes, momentum encoders. Running statistics of
+    normalization layers are summed instead. The first step of a process shows which state changes.
+
+    Args:
+        replicated: whether every worker holds the whole model.
     """
 
     def __init__(self, worker: WorkerState, model: nn.Module, replicated: bool) -> None:
         self._worker = worker
+        self._effects = worker.effects
         self._model = model
-        self._buffers = Buffers(model, worker.effects, replicated)
+        self._replicated = replicated
         self._statistics = RunningStatistics(model)
+        self._places = _places_of(model)
         self._shards = {name: param for name, param in model.named_parameters() if is_sharded(param)}
-        self._before: dict[str, object] | None = None  # at the beginning of a process's first step
+        known = self._effects.changing or ()
+        # Those that a step may change.
+        self._watched = {name: at for name, at in self._places.items() if at.kind != "parameter" or name in known}
+        self._changing: tuple[str, ...] | None = None  # the same on all ranks; None before the attempt's first step
+        self._versions: dict[str, int] = {}
+        self._before: dict[str, object] | None = None  # values before a process's first step
         self._lost: set[str] = set()  # parameters that were written while they were gathered
 
     @property
     def is_needed(self) -> bool:
         """Return whether later steps may change anything."""
-        return bool(self._buffers.watched)
+        return bool(self._watched)
 
     @contextmanager
     def step(self, num_microbatches: int) -> Iterator[None]:
-        """Begin a step, and restore the buffers if the step fails.
+        """Begin a step, and restore the tensors if the step fails.
 
         A survivor runs a failed step again, and the step's forwards must count once.
 
         Args:
             num_microbatches: number of microbatches that all ranks together compute in the step.
         """
-        with self._first_step(), self._buffers.undone(always=False):
-            self._buffers.begin()
+        undo = self._kept()
+        with ExitStack() as stack:
+            if self._effects.changing is None:
+                self._before = self._values()
+                self._lost = stack.enter_context(gathered_writes(self._model))
+            if self._changing is None:
+                self._versions = {name: place.tensor._version for name, place in self._watched.items()}
             self._statistics.begin(num_microbatches)
-            yield
-
-    @contextmanager
-    def _first_step(self) -> Iterator[None]:
-        """Find out what the forwards of the process's first step change."""
-        if self._worker.effects.changing is not None:
-            yield
-            return
-        self._before = self._values()
-        try:
-            with gathered_writes(self._model) as self._lost:
+            try:
                 yield
-        except BaseException:
-            # To put back parameters this step would need a copy of all.
-            if any(getattr(self._buffers.places.get(name), "kind", "") == "parameter" for name in self._changed()):
-                self._worker.forget()
-            raise
-        finally:
-            self._before = None
+            except BaseException:
+                restore(undo)
+                # To put back parameters that only this step has shown to change, it would need a copy of all.
+                if any(name in self._places for name in self._changed()):
+                    self._worker.forget()
+                raise
+            finally:
+                self._before = None
+
+    def _kept(self) -> Undo:
+        """Return what restores the tensors that may change."""
+        undo: Undo = {}
+        for place in self._watched.values():
+            # Read from the module, because until the end of the step a forward may have replaced a buffer.
+            current = getattr(place.module, place.name)
+            if current is not None:
+                keep(current, undo, current.device)
+            undo[id(place)] = partial(setattr, place.module, place.name, current)
+        return undo
 
     def _values(self) -> dict[str, object]:
         shards = {name: int(digest([local(param)])) for name, param in self._shards.items()}
         return values_of(self._model, self._worker.task) | shards
 
     def _changed(self) -> list[str]:
-        """Return changed places of the first step, tensors of checkpoints by their names in the model."""
+        """Return what the process's first step has changed, tensors of checkpoints by their names."""
         if self._before is None:
             return []
         after, prefix = self._values(), f"{name_of(self._model)}."
+        names = {f"{prefix}{name}": name for name in self._places}
         found = [place for place in {**self._before, **after} if self._before.get(place) != after.get(place)]
-        names = {f"{prefix}{name}": name for name in self._buffers.places}
         return [names.get(place, place) for place in found]
 
     @contextmanager
@@ -342,38 +277,76 @@ class StepBuffers:
         """
         self._statistics.forwarded(part.microbatch, part.share)
 
-    def undone(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def undone(self) -> Iterator[None]:
         """Restore the state after the context."""
         # Until the first step has ended nothing is known of parameters.
-        if self._worker.effects.changing is None:
-            return undone(self._model, self._worker.task)
-        return self._buffers.undone()
+        if self._effects.changing is None:
+            with undone(self._model, self._worker.task):
+                yield
+            return
+        undo = self._kept()
+        try:
+            yield
+        finally:
+            restore(undo)
 
     def send(self, groups: Groups) -> None:
         """Start to give all ranks the buffers of the whole step. A collective.
 
         Raises:
-            TrainingError: the run is exact, and a tensor would depend on the number of workers; or a change of a
-                forward cannot be kept.
+            TrainingError: a forward changes a tensor that would depend on the number of workers in an exact run, or whose
+                change cannot be kept.
         """
-        self._buffers.settle()
-        names: list[str] = [*self._lost]
-        unsaved: list[str] = []
-        for name in self._changed():
-            (names if name in self._buffers.places or name in self._shards else unsaved).append(name)
-        self._worker.effects.unsaved = tuple(unsaved) or self._worker.effects.unsaved
-        self._buffers.send(groups, names)
-        if self._worker.config.run.exact and self._buffers.changing:
-            name = self._buffers.changing[0]
-            raise TrainingError(
-                f"run.exact: a forward changes the model's {self._buffers.places[name].kind} {name}, whose value then "
-                "comes from rank 0's microbatches, and so depends on the number of workers. Set run.exact=false"
-            )
+        for name, place in (self._places if self._changing is None else self._watched).items():
+            place.settle(name)
+        if self._changing is None:
+            self._find_changing(groups)
+        for name in self._changing or ():
+            groups.communicator.broadcast(self._places[name].memory, 0)
         self._statistics.send(groups.communicator)
+
+    def _find_changing(self, groups: Groups) -> None:
+        """Agree on what forwards change, in the first step of an attempt. A collective."""
+        changed = self._changed()
+        known = {*self._places, *self._shards}
+        self._effects.unsaved = tuple(name for name in changed if name not in known) or self._effects.unsaved
+        # A written value may be equal now, for example that of a running maximum, and differ after a later step.
+        written = [name for name, place in self._watched.items() if place.tensor._version != self._versions[name]]
+        own = [name for name in dict.fromkeys([*changed, *written, *self._lost]) if name in known]
+        own = [name for name in own if name not in self._places or self._places[name].kind != "statistic"]
+        self._changing = self._effects.changing = agree_on_names(self._effects.changing or own, groups.control)
+        self._watched |= {name: self._places[name] for name in self._changing if name in self._places}
+        for name in self._changing:
+            kind = self._places[name].kind if name in self._places else "parameter"
+            if kind == "parameter" and not self._replicated:
+                raise TrainingError(
+                    f"a forward changes the model's parameter {name}, of which each worker holds only a part, so the "
+                    "change would be lost or differ between workers. Take parallel.kind=ddp, or keep the values in a "
+                    "buffer"
+                )
+            if self._worker.config.run.exact:
+                raise TrainingError(
+                    f"run.exact: a forward changes the model's {kind} {name}, whose value then comes from rank 0's "
+                    "microbatches, and so depends on the number of workers. Set run.exact=false"
+                )
 
     def finish(self) -> None:
         """Apply a step's update to the running statistics, once the step has passed the gate."""
         self._statistics.finish()
+
+
+def _places_of(model: nn.Module) -> dict[str, Place]:
+    """Return the parameters and persistent buffers that this worker holds whole."""
+    places: dict[str, Place] = {}
+    for path, module in model.named_modules():
+        for name in (*module._parameters, *module._buffers):
+            tensor = getattr(module, name)
+            # A parameter of another stage is on the meta device.
+            if tensor is None or tensor.is_meta or is_sharded(tensor) or name in module._non_persistent_buffers_set:
+                continue
+            places[f"{path}.{name}".lstrip(".")] = Place(module, name, tensor, tensor.data)
+    return places
 
 
 class _Shares(NamedTuple):

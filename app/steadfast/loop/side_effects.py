@@ -67,30 +67,26 @@ def gathered_writes(model: nn.Module) -> Iterator[set[str]]:
     Such a write is lost when the parameters are sharded again.
     """
     written: set[str] = set()
+    digests: dict[str, int] = {}  # a step's forwards all begin with the same parameters
+
+    def look(path: str, unit: nn.Module, *_: object) -> None:
+        for name, param in unit.named_parameters(path):
+            if not is_sharded(param):
+                found = int(digest([param]))
+                if digests.setdefault(name, found) != found:
+                    written.add(name)
+
     handles: list[Any] = []
     for path, unit in model.named_modules():
         if callable(getattr(unit, "reshard", None)):
-            before: dict[str, int] = {}
-            handles.append(unit.register_forward_pre_hook(partial(_note, path, before)))
+            handles.append(unit.register_forward_pre_hook(partial(look, path)))
             # Ahead of fsdp's own hook, which shards the parameters again.
-            handles.append(unit.register_forward_hook(partial(_compare, path, before, written), prepend=True))
+            handles.append(unit.register_forward_hook(partial(look, path), prepend=True))
     try:
         yield written
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _note(path: str, before: dict[str, int], unit: nn.Module, inputs: object) -> None:
-    for name, param in unit.named_parameters(path):
-        if not is_sharded(param):
-            before[name] = int(digest([param]))
-
-
-def _compare(path: str, before: dict[str, int], written: set[str], unit: nn.Module, *_: object) -> None:
-    for name, param in unit.named_parameters(path):
-        if name in before and not is_sharded(param) and int(digest([param])) != before[name]:
-            written.add(name)
 
 
 def _owners(model: nn.Module, task: Task | None) -> Iterator[tuple[str, object]]:
@@ -130,7 +126,7 @@ def keep(value: Any, undo: Undo, device: torch.device | str = "cpu") -> None:
                 if isinstance(each, Tensor):
                     keep(each, undo, device)
         case Tensor() if _is_plain(value):
-            # A copy into `data` keeps the version, by which `Buffers.send` finds changes of a forward.
+            # A copy into `data` keeps the version, by which `StepBuffers` finds changes of a forward.
             undo[id(value)] = partial(_put_back, value, value.data, local(value.data).to(device, copy=True))
         case np.ndarray():
             undo[id(value)] = partial(np.copyto, value, value.copy())
