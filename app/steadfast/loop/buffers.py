@@ -179,8 +179,8 @@ class RunningStatistics:
 class StepBuffers:
     """State of a model and a task that the forwards of a training step change; masks and tables never change.
 
-    After each step the leader's values replace all tensors of checkpoints that a forward changes: codebooks, queues, the
-    vectors of a spectral norm, layers that the first batch initializes, momentum encoders. Running statistics of
+    After each step the leader's values replace all tensors of checkpoints that a forward changes: codebooks, queues,
+    the vectors of a spectral norm, layers that the first batch initializes, momentum encoders. Running statistics of
     normalization layers are summed instead. The first step of a process shows which state changes.
 
     Args:
@@ -295,8 +295,8 @@ class StepBuffers:
         """Start to give all ranks the buffers of the whole step. A collective.
 
         Raises:
-            TrainingError: a forward changes a tensor that would depend on the number of workers in an exact run, or whose
-                change cannot be kept.
+            TrainingError: the run is exact, and a tensor would depend on the number of workers; or a change of a
+                forward cannot be kept.
         """
         for name, place in (self._places if self._changing is None else self._watched).items():
             place.settle(name)
