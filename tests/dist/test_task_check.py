@@ -107,6 +107,7 @@ class Detector(Net):
     def forward(self, points: Tensor, labels: Tensor | None = None) -> Any:
         if not self.training:
             return super().forward(points).argmax(-1)
+        assert labels is not None
         return {"loss": F.cross_entropy(super().forward(points), labels, reduction="sum")}
 
 
@@ -133,6 +134,8 @@ class OwnStatistics(Net):
 
 class Remembering(Net):
     """Keeps all kinds of state between its forwards, and splits weights for training, as LoRA does."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,8 +89,8 @@ class Fused(nn.Module):
     def __init__(self, width: int = 4, split: Callable[[Tensor], Tensor] = torch.clone, joins: bool = True) -> None:
         super().__init__()
         self.fused, self.split, self.joins = nn.Parameter(torch.randn(2 * width, width) * 0.1), split, joins
-        self.register_state_dict_post_hook(self._split)
-        self.register_load_state_dict_pre_hook(self._join)
+        self.register_state_dict_post_hook(self._split)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._join)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _split(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:

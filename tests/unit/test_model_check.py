@@ -50,8 +50,9 @@ def test_other_models_are_accepted() -> None:
         *(tied, nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.LSTM(2, 2), nn.BatchNorm1d(2)),
         *(with_tensor(table, persistent=False) for table in tables),
         *(with_tensor(torch.zeros(3).to(kind)) for kind in kinds),
-        *(Extra(empty) for empty in (None, {}, b"", io.BytesIO(), torch.zeros(0))),
     ]
+    empty: list[object] = [None, {}, b"", io.BytesIO(), torch.zeros(0)]
+    accepted += map(Extra, empty)
     for model in accepted:
         for replicated in (True, False):
             refuse_unsaved(model, replicated)

@@ -1,6 +1,6 @@
 """Which modules train, and that train() and eval() are called as a plain loop calls them."""
 
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from steadfast.loop.modes import evaluating, prepare_for_training
 
 
-def model() -> nn.Sequential:
+def model() -> Any:
     return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Linear(2, 2))
 
 
@@ -35,11 +35,11 @@ class Merging(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.update, self.merged = torch.ones(2, 2), False
+        self.delta, self.merged = torch.ones(2, 2), False
 
     def train(self, mode: bool = True) -> Self:
         if mode == self.merged:
-            self.weight.data += self.update * (-1 if self.merged else 1)
+            self.weight.data += self.delta * (-1 if self.merged else 1)
             self.merged = not self.merged
         return super().train(mode)
 
@@ -59,7 +59,8 @@ def test_parts_that_the_user_has_frozen_stay_so_and_are_named_once() -> None:
 
 
 def test_methods_of_modules_are_called_before_the_first_step_and_around_an_evaluation() -> None:
-    detector, adapted = FrozenNorm(), nn.Sequential(Merging(), model())
+    detector: nn.Module = FrozenNorm()
+    adapted: Any = nn.Sequential(Merging(), model())
     assert prepare_for_training(detector) == ("norm",)
     weight = adapted[0].weight.detach().clone()
     adapted[1][0].eval()
@@ -74,7 +75,7 @@ def test_methods_of_modules_are_called_before_the_first_step_and_around_an_evalu
 
 
 def test_modules_that_a_hook_has_switched_since_keep_their_modes() -> None:
-    switched = nn.Sequential(model(), nn.Dropout())
+    switched: Any = nn.Sequential(model(), nn.Dropout())
     prepare_for_training(switched)
     switched[0].eval()
     switched[0][0][0].train()  # one layer of a part in evaluation mode trains

@@ -252,6 +252,8 @@ def copies_in(model: nn.Module, state: Tensors) -> dict[str, Tensor]:
 
 def _geometry(tensor: Tensor) -> tuple[object, ...]:
     part = local(tensor)
+    if part.layout != torch.strided:
+        return (id(tensor),)  # a buffer of no checkpoint
     return part.untyped_storage()._cdata, part.storage_offset(), part.shape, part.stride(), part.dtype
 
 

@@ -310,7 +310,10 @@ class StepBuffers:
         """Agree on what forwards change, in the first step of an attempt. A collective."""
         changed = self._changed()
         known = {*self._places, *self._shards}
-        self._effects.unsaved = tuple(name for name in changed if name not in known) or self._effects.unsaved
+        unsaved = [name for name in changed if name not in known]
+        # Of a layer that the forward has made, its own name is enough.
+        made = tuple(f"{name}." for name in unsaved)
+        self._effects.unsaved = tuple(name for name in unsaved if not name.startswith(made)) or self._effects.unsaved
         # A written value may be equal now, for example that of a running maximum, and differ after a later step.
         written = [name for name, place in self._watched.items() if place.tensor._version != self._versions[name]]
         own = [name for name in dict.fromkeys([*changed, *written, *self._lost]) if name in known]

@@ -445,9 +445,8 @@ class WorkerState:
         """
         self.hooks.setup(model, self.optimizer)
         optimizer = NamedOptimizer(model, self.optimizer)
-        self.held.model = ModelState(model, self.config.checkpoint.trainable_only)
-        parts = {"model": self.held.model, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks}
-        return app_state(parts)
+        held = self.held.model = ModelState(model, self.config.checkpoint.trainable_only)
+        return app_state({"model": held, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks})
 
     def last_state(self) -> State:
         """Return live references to this rank's state, even after a failure."""
