@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from steadfast.data.parts import Part
 from steadfast.errors import ConfigError, Problem, TrainingError
-from steadfast.loop.side_effects import Undo, gathered_writes, keep, name_of, restore, undone, values_of
+from steadfast.loop.side_effects import Undo, gathered_writes, name_of, put_back, restore, undone, values_of
 from steadfast.parallel.digest import digest
 from steadfast.parallel.dtensor import is_sharded, local
 from steadfast.plan import Microbatch
@@ -243,7 +243,7 @@ class StepBuffers:
             # Read from the module, because until the end of the step a forward may have replaced a buffer.
             current = getattr(place.module, place.name)
             if current is not None:
-                keep(current, undo, current.device)
+                undo[id(current)] = partial(put_back, current, current.data, current.detach().clone())
             undo[id(place)] = partial(setattr, place.module, place.name, current)
         return undo
 

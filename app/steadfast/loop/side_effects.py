@@ -34,7 +34,7 @@ def undone(model: nn.Module, task: Task | None = None) -> Iterator[None]:
         for name, value in attributes.items():
             # A gathered parameter of fsdp must not be replaced by the shard of the time before.
             if not (name == "_parameters" and any(param is not None and is_sharded(param) for param in value.values())):
-                keep(value, undo)
+                _keep(value, undo)
     try:
         yield
     finally:
@@ -111,12 +111,20 @@ def name_of(model: nn.Module) -> str:
 
 
 def restore(undo: Undo) -> None:
-    for put_back in undo.values():
-        put_back()
+    for each in undo.values():
+        each()
 
 
-def keep(value: Any, undo: Undo, device: torch.device | str = "cpu") -> None:
-    """Add what restores a value in place; tensors are copied to `device`."""
+def put_back(tensor: Tensor, memory: Tensor, values: Tensor) -> None:
+    """Restore a tensor's values, in the memory that the tensor had."""
+    # A copy into `data` keeps the version, by which `StepBuffers` finds changes of a forward.
+    local(memory).copy_(values)
+    if not is_sharded(tensor) and tensor.data_ptr() != memory.data_ptr():
+        tensor.data = memory
+
+
+def _keep(value: Any, undo: Undo) -> None:
+    """Add what restores a value in place."""
     if id(value) in undo:
         return
     match value:
@@ -124,10 +132,9 @@ def keep(value: Any, undo: Undo, device: torch.device | str = "cpu") -> None:
             undo[id(value)] = partial(_refill, value, value.copy())
             for each in list(value.values() if isinstance(value, dict) else value):
                 if isinstance(each, Tensor):
-                    keep(each, undo, device)
+                    _keep(each, undo)
         case Tensor() if _is_plain(value):
-            # A copy into `data` keeps the version, by which `StepBuffers` finds changes of a forward.
-            undo[id(value)] = partial(_put_back, value, value.data, local(value.data).to(device, copy=True))
+            undo[id(value)] = partial(put_back, value, value.data, local(value.data).to("cpu", copy=True))
         case np.ndarray():
             undo[id(value)] = partial(np.copyto, value, value.copy())
         case torch.Generator():
@@ -156,12 +163,6 @@ def _refill(held: Any, before: Any) -> None:
         held.extend(before)
     else:
         held.update(before)
-
-
-def _put_back(tensor: Tensor, memory: Tensor, before: Tensor) -> None:
-    local(memory).copy_(before)
-    if not is_sharded(tensor) and tensor.data_ptr() != memory.data_ptr():
-        tensor.data = memory
 
 
 def _comparable(value: Any) -> object:
