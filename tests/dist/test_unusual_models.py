@@ -148,7 +148,8 @@ class Momentum(Embedded):
         if self.training:
             self.slow.weight.data.mul_(0.9).add_(self.embedding.weight.data, alpha=0.1)
             self.head.weight.data = self.head.weight.data * (1 - 0.01 * hidden.detach().mean())
-        return hidden + self.slow(tokens)
+        moved: Tensor = hidden + self.slow(tokens)
+        return moved
 
 
 class Quantized(Embedded):
