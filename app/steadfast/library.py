@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.initial import build_initial
+from steadfast.checkpoint.model_check import refuse_unsaved
+from steadfast.checkpoint.state import ModelState, flatten
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import (
     CollateConfig,
@@ -247,6 +249,7 @@ def _model(given: nn.Module | Callable[[], nn.Module]) -> Target:
         return Target.of_object("model", _name(given), given)
     # Each call returns a new copy, because an attempt may have to start from the original weights. The digest is an
     # argument of the model, so that a resume with another model is refused.
+    refuse_unsaved(given, replicated=True)
     args = {"parameters": _digest(given)}
     return Target.of_object("model", _name(given), lambda **_: _copied(given), args=args)
 
@@ -360,7 +363,7 @@ def _copied(model: nn.Module) -> nn.Module:
 def _digest(model: nn.Module) -> str:
     """Return a digest of the names and shapes of a model's weights."""
     # The values are left out, because the same program builds other random weights each time without a seed.
-    shapes = [(name, list(tensor.shape)) for name, tensor in model.state_dict().items()]
+    shapes = [(name, list(value.shape)) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
 
 
@@ -418,10 +421,12 @@ def _take_weights_of_first(model: nn.Module, place: Place) -> None:
     store = dist.PrefixStore(f"weights-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", place.store)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     try:
-        for tensor in model.state_dict().values():
+        held = ModelState(model, trainable_only=False)
+        for tensor in flatten(held.state_dict()).values():
             whole = tensor.cpu().contiguous()  # this group is one of gloo, for tensors on the CPU
             dist.broadcast(whole, 0)
             tensor.copy_(whole)
+        held.load_copies()
     finally:
         dist.destroy_process_group()
 
@@ -456,5 +461,6 @@ def _model_of(config: Config, directory: RunDirectory, device: torch.device) -> 
     model = build_precision(config.precision, device).convert(model)
     newest = catalog.newest()
     if newest is not None:
-        model.load_state_dict(read_whole(catalog, newest), strict=not config.checkpoint.trainable_only)
+        # The model's own state has what checkpoints leave out: frozen parameters, and empty extra states.
+        model.load_state_dict({**model.state_dict(), **read_whole(catalog, newest)})
     return model

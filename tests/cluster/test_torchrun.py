@@ -115,7 +115,7 @@ FAILS = ["task.target=tests.examples.ragged:FailsAtStep7", "data.target=tests.ex
 @pytest.mark.parametrize(
     ("words", "message", "code"),
     [
-        (["optimizer.lrr=1"], "override: optimizer.lrr: unknown key; nearest is lr", 2),
+        (["optimizer.lrr=1"], "error: override: optimizer.lrr: unknown key; nearest is lr", 2),
         (FAILS, "ValueError: a bug in the user's loss", 1),
     ],
     ids=["a wrong key", "user code"],

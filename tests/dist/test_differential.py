@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from steadfast import fit
@@ -46,6 +47,7 @@ from tests.support.drill import Drilled, begin_run, drill, what_is_left
 from tests.support.gang import Gang, Member, MemberFailed
 from tests.support.history import read_ledger
 from tests.support.like_nccl import Death
+from tests.support.models import Extra, Fused
 
 # Steps 1 and 2 on one worker, 3 and 4 on two, then three; one of these is killed in step 8, and two go on.
 KILLED_IN = 8
@@ -140,6 +142,31 @@ class Sampled:
         return nadam.data()[index]
 
 
+class Growing(nn.Linear):
+    """Keeps the mean of each input."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.mean().view(1)])
+        return super().forward(x)
+
+
+class Clipped(nn.Linear):
+    """Keeps its weights small, as the critic of a Wasserstein GAN."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
 class Counting(torch.optim.SGD):
     calls = 0
 
@@ -187,6 +214,12 @@ CASES: dict[str, list[Case]] = {
     "`model.part(x)`": [case(FSDP, program=part_of_model.PROGRAM)],
     "`SyncBatchNorm`": [case(program=synchronized.PROGRAM)],
     "BatchNorm with `run.exact`": [case("run.exact=true", program=batchnorm.PROGRAM)],
+    "a complex, quantised": [case(model=nn.ParameterList([torch.zeros(1, dtype=torch.cfloat)]))],
+    "`get_extra_state`": [case(model=Extra({"calls": 1}))],
+    "a persistent buffer": [case(model=Growing())],
+    "a `state_dict()` that": [case(model=Fused(split=Tensor.bfloat16))],
+    "a `state_dict()` made": [case(FSDP, model=Fused()), case(FSDP, model=Extra(torch.ones(1)))],
+    "a forward that writes": [case(FSDP, model=Clipped())],
     "context or expert": [case("parallel.kind=context"), case("parallel.kind=expert")],
     "a batch size that grows": [case("batch.global_size=[10, 20]")],
 }

@@ -1,6 +1,7 @@
 """Tasks of a user's own whose loss would follow from the size of a microbatch are refused before the first step."""
 
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -101,6 +102,60 @@ class MethodThatIsNamed(MethodOfModel):
     model_methods = ("score",)
 
 
+class Detector(Net):
+    """Returns losses in training mode and predictions in evaluation mode, as detectors do."""
+
+    def forward(self, points: Tensor, labels: Tensor | None = None) -> Any:
+        if not self.training:
+            return super().forward(points).argmax(-1)
+        assert labels is not None
+        return {"loss": F.cross_entropy(super().forward(points), labels, reduction="sum")}
+
+
+class OfDetector(Own):
+    """Takes losses as a plain loop does, which never sees gradients in evaluation mode."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        assert model.training == torch.is_grad_enabled()
+        return Sums(sum(model(*batch).values()), len(batch[0]))
+
+
+class CoupledDetector(OfDetector):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
+        sums = super().loss(model, batch)
+        return Sums(sums.loss_sum * batch[1].sum(), sums.count)
+
+
+class OwnStatistics(Net):
+    """Normalizes by the microbatch in training mode, in code of its own."""
+
+    def forward(self, points: Tensor) -> Tensor:
+        return super().forward(points - points.mean(0) * self.training)
+
+
+class Remembering(Net):
+    """Keeps all kinds of state between its forwards, and splits weights for training, as LoRA does."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.shift = 0, [0.0], nn.Parameter(torch.zeros(6))
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+
+    def train(self, mode: bool = True) -> Self:
+        self.shift.data += 0.1 if mode else -0.1
+        return super().train(mode)
+
+    def forward(self, points: Tensor) -> Tensor:
+        if self.training and not self.calls:
+            self.shift.data.copy_(points.mean(0))
+        self.calls += 1
+        self.seen.append(self.calls / 10)
+        self.mean = self.mean * 0.9 + points.detach().mean(0)
+        return super().forward((points - self.shift - self.mean) * (1 + self.calls / 10 + sum(self.seen)))
+
+
 def own(storage: Path, task: str, *words: str) -> Config:
     sections = [f"model={{target: '{HERE}:Net'}}", f"data={{target: '{HERE}:Points'}}", "batch.microbatch_size=4"]
     return small(storage, *sections, "batch.global_size=16", "run.steps=3", f"task.target={HERE}:{task}", *words)
@@ -113,9 +168,16 @@ def test_a_loss_that_is_a_sum_over_samples_trains(tmp_path: Path, task: str, kin
     assert drill(own(tmp_path, task, f"parallel.kind={kind}"), worlds=[2]).summary["status"] == "finished"
 
 
+@pytest.mark.parametrize(("model", "task"), [("Detector", "OfDetector"), ("OwnStatistics", "Own")])
+def test_a_loss_that_is_a_sum_in_one_mode_trains(tmp_path: Path, model: str, task: str) -> None:
+    config = own(tmp_path, task, f"model.target={HERE}:{model}", "data.validation_fraction=0")
+    assert drill(config, worlds=[1]).summary["status"] == "finished"
+
+
 REFUSED = {
     "InBatch": r"InBatch: the loss of 4 samples is \S+, and \S+ as the sum of its halves",
     "Mixup": "Mixup: the loss of one half of a batch follows from the samples of the other half",
+    "CoupledDetector": r"CoupledDetector: the loss of 4 samples is \S+, and \S+ as the sum of its halves",
     "MeanOfBatch": r"MeanOfBatch\.loss counts 1 in 4 samples, and 2 in their halves together",
 }
 
@@ -123,7 +185,8 @@ REFUSED = {
 @KINDS
 @pytest.mark.parametrize("task", REFUSED)
 def test_a_loss_that_couples_samples_is_refused_before_the_first_step(tmp_path: Path, task: str, kind: str) -> None:
-    config = own(tmp_path, task, f"parallel.kind={kind}")
+    model = [f"model.target={HERE}:Detector"] if "Detector" in task else []
+    config = own(tmp_path, task, f"parallel.kind={kind}", *model)
     with pytest.raises(MemberFailed, match=f"UsageError: {REFUSED[task]}"):
         drill(config, worlds=[2])
     assert not read_ledger(RunDirectory.of(config).store).lines
@@ -135,7 +198,7 @@ def test_a_coupled_task_keeps_its_forwards_when_memory_runs_out(tmp_path: Path) 
         drill(own(tmp_path, "InBatch", "task.coupled=true", oom), worlds=[1, 1])
 
 
-@pytest.mark.parametrize("task", REFUSED)
+@pytest.mark.parametrize("task", ["InBatch", "Mixup", "MeanOfBatch"])
 def test_a_coupled_task_trains_on_its_microbatches_as_they_are(tmp_path: Path, task: str) -> None:
     runs = []
     for number, worlds in enumerate([[1], [3, 2]]):
@@ -145,10 +208,12 @@ def test_a_coupled_task_trains_on_its_microbatches_as_they_are(tmp_path: Path, t
     assert runs[0] == pytest.approx(runs[1], rel=1e-9)
 
 
-def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["Net", "Remembering"])
+def test_the_check_leaves_no_trace(tmp_path: Path, model: str) -> None:
     """Weights are those of a run without the check, and a task that counts its calls has counted its microbatches."""
-    checked = drill(own(tmp_path / "checked", "Own"), worlds=[1])
-    unchecked = drill(own(tmp_path / "unchecked", "Own"), worlds=[1], patch=_check_nothing)
+    target = f"model.target={HERE}:{model}"
+    checked = drill(own(tmp_path / "checked", "Own", target), worlds=[1])
+    unchecked = drill(own(tmp_path / "unchecked", "Own", target), worlds=[1], patch=_check_nothing)
     assert checked.summary["model_sha256"] == unchecked.summary["model_sha256"]
     assert drill(own(tmp_path / "counted", "Counting"), worlds=[1]).summary["status"] == "finished"
 

@@ -13,13 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from steadfast.data.batches import Batch
 from steadfast.hooks.hook import HookContext
+from steadfast.parallel.dtensor import is_sharded
 from steadfast.tasks import LanguageModeling, Sums
-from tests.support.claims import check_identical, check_run
+from tests.support.claims import check_equal, check_identical, check_run
 from tests.support.deaths import Plot, survive, undisturbed
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.like_nccl import Death
-from tests.support.models import WIDTH, Embedded, Normalised
+from tests.support.models import WIDTH, Embedded, Extra, Fused, Normalised
 from tests.support.reference import reference
 from tests.support.small import VOCABULARY, small
 
@@ -82,6 +83,10 @@ def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path,
     check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
 
 
+def params(run: HookContext) -> dict[str, Tensor]:
+    return {} if any(map(is_sharded, run.model.parameters())) else dict(run.model.named_parameters())
+
+
 class Held:
     """Writes down what each rank holds after each step."""
 
@@ -89,7 +94,7 @@ class Held:
         self._folder = Path(folder)
 
     def on_step(self, run: HookContext) -> None:
-        held = {name: buffer.tolist() for name, buffer in run.model.named_buffers()}
+        held = {name: tensor.tolist() for name, tensor in {**dict(run.model.named_buffers()), **params(run)}.items()}
         with open(self._folder / "held", "a") as file:
             file.write(json.dumps([run.attempt, run.step, run.rank, held]) + "\n")
 
@@ -111,6 +116,156 @@ def test_buffers_that_a_forward_changes_are_the_leaders_after_each_step(tmp_path
     assert [line["num_samples"] for line in run.history.lines] == [13, 13, 13, 13, 3]
     assert [held[step][0]["seen"] for step in range(1, 6)] == [4, 8, 12, 15, 17]
     assert run.weights["seen"] == 17
+
+
+class FirstBatch(Embedded):
+    """Sets a shift and a scale from the first batch, as ActNorm does."""
+
+    ready: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        if self.training and not self.ready:
+            self.shift.data.copy_(-hidden.detach().mean((0, 1)))
+            self.scale.data = 1 / hidden.detach().std((0, 1))
+            self.ready.fill_(True)
+        scaled: Tensor = (hidden + self.shift) * self.scale
+        return scaled
+
+
+class Momentum(Embedded):
+    """Moves a frozen copy of its embedding in every forward, as a momentum encoder, and scales a weight in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.slow.weight.data.mul_(0.9).add_(self.embedding.weight.data, alpha=0.1)
+            self.head.weight.data = self.head.weight.data * (1 - 0.01 * hidden.detach().mean())
+        moved: Tensor = hidden + self.slow(tokens)
+        return moved
+
+
+class Quantized(Embedded):
+    """Moves a codebook by way of `data`, and keeps the largest input that it has seen, by a new tensor."""
+
+    codes: Tensor
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(WIDTH))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.codes.data.mul_(0.9).add_(hidden.detach().mean((0, 1)), alpha=0.1)
+            self.largest = torch.maximum(self.largest, hidden.detach().max())
+        return hidden / (1 + self.largest) + self.codes
+
+
+HERE = "tests.dist.test_unusual_models"
+
+
+@pytest.mark.parametrize("model", ["FirstBatch", "Momentum", "Quantized"])
+def test_state_that_a_forward_writes_is_the_leaders_on_all_ranks_and_in_the_checkpoint(
+    tmp_path: Path, model: str
+) -> None:
+    hook = f"hooks=[{{target: '{HERE}:Held', args: {{folder: {tmp_path}}}}}]"
+    config = small(tmp_path, f"model.target={HERE}:{model}", hook, "run.epochs=1")
+    run = drill(config, worlds=[2, 3], leave_after=[2])
+    lines = [json.loads(line) for line in (tmp_path / "held").read_text().splitlines()]
+    for step in range(1, 6):
+        first, *others = (held for _, each, _, held in lines if each == step)
+        assert others == [first] * (1 if step < 4 else 2)
+    assert {name: tensor.tolist() for name, tensor in run.weights.items()} == first
+    alone = small(tmp_path / "alone", f"model.target={HERE}:{model}")
+    check_run(drill(alone, worlds=[1]), reference(alone))
+
+
+@pytest.mark.parametrize("model", ["FirstBatch", "Momentum"])
+def test_parameters_that_a_forward_wrote_before_a_death_are_written_once(tmp_path: Path, model: str) -> None:
+    words = [f"model.target={HERE}:{model}", "run.steps=6"]
+    calm = undisturbed(small(tmp_path / "undisturbed", *words))
+    for collective in (2, 9):  # in the first step, and in a later one
+        killed = Plot([[0, 1, 2], [0, 1, 3]], {1: (2, Death(collective, "before it is launched"))})
+        survived = survive(small(tmp_path / str(collective), *words), killed)
+        check_equal(survived.left.weights, calm.states[6].weights)
+
+
+@pytest.mark.parametrize(("model", "name"), [("FirstBatch", "buffer ready"), ("Momentum", r"parameter \S+")])
+def test_a_forward_that_writes_parameters_is_refused_under_fsdp_and_in_an_exact_run(
+    tmp_path: Path, model: str, name: str
+) -> None:
+    for words, message in (
+        (["parallel.kind=fsdp"], r"TrainingError: a forward changes the model's parameter \S+, of which each worker"),
+        (["run.exact=true", "run.deterministic=true"], rf"run\.exact: a forward changes the model's {name}"),
+    ):
+        with pytest.raises(MemberFailed, match=message):
+            drill(small(tmp_path / words[0], f"model.target={HERE}:{model}", *words), worlds=[2])
+
+
+class Growing(Embedded):
+    """Appends to a buffer in each forward."""
+
+    seen: Tensor
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1), persistent)
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, self.seen[:1] + 1])
+        return hidden
+
+
+def test_a_buffer_that_grows_is_refused_with_its_shapes_and_a_cache_is_named(tmp_path: Path) -> None:
+    words = [f"model.target={HERE}:Growing", "run.steps=4"]
+    message = r"a forward changes the model's buffer seen from \[1\] float64 to \[\d\] float64, .*persistent=False"
+    with pytest.raises(MemberFailed, match=message):
+        drill(small(tmp_path / "state", *words, "model.args={persistent: true}"), worlds=[2])
+    run = drill(small(tmp_path / "cache", *words, "model.args={persistent: false}"), worlds=[2, 3], leave_after=[2])
+    (notice,) = (text for text in run.told("notice", "text") if "which no checkpoint holds" in text)
+    assert notice.startswith("the first step changes Growing.seen, which no checkpoint holds")
+
+
+class Mixed(Embedded):
+    """Has copies in its state_dict: two parts of a weight, and a number that each step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.rate = Fused(WIDTH), Extra(torch.tensor(1.0, dtype=torch.float64))
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        mixed: Tensor = self.fused(hidden) * self.rate.extra
+        return mixed
+
+
+class Decaying:
+    """Changes the extra state after each step."""
+
+    def on_step(self, run: HookContext) -> None:
+        run.model.rate.set_extra_state(run.model.rate.extra * 0.9)  # type: ignore[operator]
+
+
+def test_copies_in_a_state_dict_reach_new_workers_and_resumed_runs(tmp_path: Path) -> None:
+    config = small(tmp_path, f"model.target={HERE}:Mixed", f"hooks=[{{target: '{HERE}:Decaying'}}]")
+
+    def decay(model: nn.Module, step: int) -> None:
+        if step > 1:
+            Decaying().on_step(HookContext(model, None))  # type: ignore[arg-type]
+
+    expected = reference(config, before_step=decay)
+    drill(config, worlds=[1, 3], leave_after=[4], stop_after=6)
+    found = drill(config, worlds=[[3, 4], 1], leave_after=[3])
+    assert float(found.weights["rate._extra_state"]) == pytest.approx(0.9**14)
+    check_equal(found.weights, expected.weights | {"rate._extra_state": found.weights["rate._extra_state"]})
 
 
 class Scaled(Embedded):

@@ -66,7 +66,7 @@ def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path,
         {"step": True, "dropout": False, "frozen": False},  # the check of the task, before the first step
         {"step": True, "dropout": True, "frozen": not frozen},
     ]
-    notice = "these modules were built in evaluation mode, and keep that mode: embedding"
+    notice = "these modules stay in evaluation mode: embedding"
     assert run.told("notice", "text") == ([notice] if frozen else [])
 
 

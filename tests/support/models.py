@@ -1,5 +1,8 @@
 """Models for the small run that are more than a chain of layers."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -78,3 +81,44 @@ class Layers(Embedded):
         for layer in self.layers:
             hidden = layer(hidden)
         return hidden.transpose(1, 2)
+
+
+class Fused(nn.Module):
+    """Holds two weights in one, as fused attention does. In its state_dict each has a name, by `split`."""
+
+    def __init__(self, width: int = 4, split: Callable[[Tensor], Tensor] = torch.clone, joins: bool = True) -> None:
+        super().__init__()
+        self.fused, self.split, self.joins = nn.Parameter(torch.randn(2 * width, width) * 0.1), split, joins
+        self.register_state_dict_post_hook(self._split)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._join)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _split(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        query, key = state.pop(f"{prefix}fused").chunk(2)
+        state[f"{prefix}query"], state[f"{prefix}key"] = module.split(query), module.split(key)
+
+    @staticmethod
+    def _join(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if module.joins:
+            state[f"{prefix}fused"] = torch.cat([state.pop(f"{prefix}query"), state.pop(f"{prefix}key")])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key = (hidden @ self.fused.T).chunk(2, dim=-1)
+        return hidden + query * torch.tanh(key)
+
+
+class Extra(nn.Linear):
+    """Scales its input by a number that it keeps as an extra state, or keeps anything else."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(4, 1)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.extra)

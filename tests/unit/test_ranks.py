@@ -61,4 +61,4 @@ def test_a_rank_waits_for_one_that_may_know_better(
     assert sum(waited) == wait_s
     assert capsys.readouterr().err == "what has failed\n"
     left = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert left["message"] == (str(error) if code == 2 or error is LOST else f"{type(error).__name__}: no")
+    assert left["message"] == (f"error: {error}" if code == 2 or error is LOST else f"{type(error).__name__}: no")

@@ -78,7 +78,7 @@ def test_recorder_notes_a_setup_that_differs_from_the_configuration(follower: re
     assert [call.args[0].line() for call in cast(Mock, follower._runtime.publish).call_args_list] == [
         "schedule.warmup_steps 50 -> 20: the run has 20 steps",
         "run.init_from lacks 2 of the model's names and has 1 other name: a, b, c",
-        "these modules were built in evaluation mode, and keep that mode: backbone, norms.1",
+        "these modules stay in evaluation mode: backbone, norms.1",
         "the dataset draws numbers that nothing seeds: a sample that is read twice differs. So a resume knows the data "
         "by length and layout alone. Draw from torch, numpy.random or random, which are seeded",
         "each worker holds the whole model while the model is built and restored: "

@@ -110,6 +110,8 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
         for name, held in model.state_dict().items():
             if name in weights:
                 weights[name] = sharded_like(held, weights[name])
+            elif strict and not isinstance(held, Tensor):  # an empty extra state, which no file of tensors has
+                weights[name] = held
         for name in held_elsewhere(model):
             weights.pop(name, None)
         missing, unexpected = model.load_state_dict(weights, strict=strict)

@@ -36,6 +36,14 @@ def restore(
     Args:
         load_initial: completes the initial state with weights from a file; called if there is no other state.
     """
+    restored = _restore(state, held, load_initial, checkpoints, snapshots)
+    held.fill(restored.step)
+    return restored
+
+
+def _restore(
+    state: State, held: HeldState, load_initial: Callable[[], None], checkpoints: Checkpoints, snapshots: Snapshots
+) -> Restored:
     # Candidates are the states of living workers, snapshots, the newest intact checkpoint, and step 0.
     world = checkpoints.world
     world.progress.enter("restore")
@@ -49,7 +57,6 @@ def restore(
         peers = living[world.part :: world.replica_size]  # the ranks that hold the same part
         if min(peers) != newest:
             _overwrite(state, held, newest, peers.index(newest), groups)
-        held.complete(newest)
         return Restored(newest, f"rank {living.index(newest)}")
     copied = snapshots.find()
     if copied is not None:
@@ -57,7 +64,6 @@ def restore(
         if copied.step >= stored.step:
             held.begin_overwriting()
             snapshots.load(copied, state)
-            held.complete(copied.step)
             return Restored(copied.step, "snapshot", age_s=stored.age_s)
     found, damaged = checkpoints.find()
     if found is None:
@@ -66,7 +72,6 @@ def restore(
             _copy_initial(state, held, load_initial, living, groups)
         else:
             load_initial()
-        held.complete(0)
         return Restored(0, "start", damaged)
     # Every rank reads its own shards. A replicated state is read by one rank, which broadcasts it.
     if not checkpoints.replicated or world.leader:
@@ -74,7 +79,6 @@ def restore(
         checkpoints.load(found, state)
     if checkpoints.replicated:
         _overwrite(state, held, found.step, 0, groups)
-    held.complete(found.step)
     return Restored(found.step, "checkpoint", damaged, age_s(found))
 
 

@@ -33,10 +33,11 @@ from steadfast.world.runtime import World
 
 # Names of types in the format. safetensors has such a table too, but it is private.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _SIGNED = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _UNSIGNED = {"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8}
 _DTYPES = {**_FLOATS, **_SIGNED, **_UNSIGNED, "BOOL": torch.bool}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _CHUNK_BYTES = 2**24
 _NO_NAME = "\0"  # prefix of no name
@@ -156,7 +157,7 @@ class FileLayout:
         start = 0
         for shard in ordered:
             stop = start + shard.tensor.nbytes
-            dtype = _NAMES[shard.tensor.dtype]
+            dtype = DTYPE_NAMES[shard.tensor.dtype]
             header[shard.name] = {"dtype": dtype, "shape": list(shard.tensor.shape), "data_offsets": [start, stop]}
             boxes[shard.name] = (shard.shape, shard.offset)
             start = stop

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadfast.data.batches import map_tensors
-from steadfast.errors import UsageError
+from steadfast.errors import TrainingError, UsageError
 from steadfast.parallel.dtensor import is_sharded, local, on_mesh_of, unsharded
 from steadfast.parallel.stages import held_elsewhere
 from steadfast.world.control import gather_objects
@@ -39,9 +39,11 @@ class ModelState:
         self._model = model
         self._trainable_only = trainable_only
         self._left_out = frozen_parameters(model) if trainable_only else {}
+        self._copies: dict[str, Tensor] = {}  # entries of the last state_dict that are copies
 
     def state_dict(self) -> Tensors:
         state: Tensors = dict(self._model.state_dict())
+        self._copies = copies_in(self._model, state)
         for name in self._left_out:
             state.pop(name, None)
         # Parameters of other stages are on the meta device.
@@ -49,6 +51,25 @@ class ModelState:
             if param.requires_grad or not self._trainable_only:
                 state[name] = param.detach()
         return state
+
+    def refresh(self) -> None:
+        """Copy the model's current values into the copies of the last `state_dict`."""
+        if self._copies:
+            current = self._model.state_dict()
+            for name, tensor in self._copies.items():
+                if current[name].shape != tensor.shape:
+                    raise TrainingError(
+                        f"the entry {name} of the model's state_dict() was {list(tensor.shape)}, and is "
+                        f"{list(current[name].shape)} now; a checkpoint holds tensors of one shape"
+                    )
+                tensor.copy_(current[name])
+
+    def load_copies(self) -> None:
+        """Give the copies of the last `state_dict`, which were overwritten, to the model."""
+        if self._copies:
+            current = self._model.state_dict()
+            current.update(self._copies)
+            self._model.load_state_dict(current)
 
 
 class NamedOptimizer:
@@ -128,16 +149,24 @@ class HeldState:
     def __init__(self) -> None:
         self.step: int | None = 0  # 0 for the initial state, None while the state is incomplete
         self.untouched = True  # nothing was written since the model was built
+        self.model: ModelState | None = None  # whose tensors are restored
 
     def begin_anew(self, lacks_weights: bool) -> None:
         """Record a new model, which is complete unless weights are still missing."""
         self.step = None if lacks_weights else 0
         self.untouched = True
+        self.model = None
 
     def complete(self, step: int) -> None:
         """Record that the state is complete and belongs to `step`."""
         self.step = step
         self.untouched = False
+
+    def fill(self, step: int) -> None:
+        """Record that the tensors of the state were filled with those of `step`."""
+        if self.model is not None:
+            self.model.load_copies()
+        self.complete(step)
 
     def begin_overwriting(self) -> None:
         """Record that the state is about to be overwritten."""
@@ -212,6 +241,21 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers of a model, each once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def copies_in(model: nn.Module, state: Tensors) -> dict[str, Tensor]:
+    """Return the tensors of a state_dict that are not the model's own."""
+    # Hooks of a state_dict may split, join or cast tensors, and `get_extra_state` makes new ones.
+    own = set(map(_geometry, (*model.parameters(), *model.buffers())))
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if _geometry(tensor) not in own}
+
+
+def _geometry(tensor: Tensor) -> tuple[object, ...]:
+    part = local(tensor)
+    if part.layout != torch.strided:
+        return (id(tensor),)  # a buffer of no checkpoint
+    return part.untyped_storage()._cdata, part.storage_offset(), part.shape, part.stride(), part.dtype
 
 
 def buffers_outside_state(model: nn.Module) -> dict[str, Tensor]:

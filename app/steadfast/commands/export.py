@@ -126,8 +126,9 @@ def _export_model(directory: RunDirectory, config: Config, step: int, out: Path,
     manifest.check_base(base_sha256(model) if manifest.base else "", directory / path_of(step))
     # The parameters get the formats of the run, so that the exported model gives the same outputs.
     model = build_precision(config.precision, torch.device("cpu")).convert(model)
-    state = {"model": ModelState(model, config.checkpoint.trainable_only).state_dict()}
-    load_shards(catalog.readers(manifest), shards_of(state), "model.")
+    held = ModelState(model, config.checkpoint.trainable_only)
+    load_shards(catalog.readers(manifest), shards_of({"model": held.state_dict()}), "model.")
+    held.load_copies()
     averages = _averages(catalog.readers(manifest), raw)
     # Not strict, because there are no averages of frozen parameters, and none at all without the hook.
     model.load_state_dict(averages, strict=False)

@@ -58,7 +58,7 @@ def _let_others_speak(error: Exception) -> None:
 def _leave_message(error: Exception) -> None:
     """Write the message to torchrun's error file for this rank."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = str(error) if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
+        text = f"error: {error}" if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
         # The format is that of torch.distributed.elastic's ErrorHandler, without the traceback, which is printed.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))

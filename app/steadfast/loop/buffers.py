@@ -1,10 +1,14 @@
 """Buffers that a forward changes, above all running statistics of normalization."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple, Self
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +16,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from steadfast.data.parts import Part
 from steadfast.errors import ConfigError, Problem, TrainingError
+from steadfast.loop.side_effects import Undo, gathered_writes, name_of, put_back, restore, undone, values_of
+from steadfast.parallel.digest import digest
+from steadfast.parallel.dtensor import is_sharded, local
 from steadfast.plan import Microbatch
 from steadfast.world.communicator import Communicator
 from steadfast.world.control import agree_on_names
 from steadfast.world.groups import Groups
+
+if TYPE_CHECKING:
+    from steadfast.loop.worker_state import WorkerState
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -27,85 +37,48 @@ _WITH_STATISTICS = (
 )
 
 
-class Buffers:
-    """Buffers that belong to a model's state; masks and tables never change.
+@dataclass
+class Effects:
+    """State that forwards change, as the first step of a process has shown."""
 
-    After each step the leader's values replace all buffers that a forward changes: codebooks, queues, the vectors of a
-    spectral norm. Running statistics of normalization layers are excluded. The first step of an attempt shows which
-    buffers change.
-    """
+    changing: tuple[str, ...] | None = None  # parameters and buffers of checkpoints, the same on all ranks
+    unsaved: tuple[str, ...] = ()  # places that no checkpoint holds
 
-    def __init__(self, model: nn.Module) -> None:
-        state = model.state_dict()
-        self._places: list[tuple[nn.Module, str, Tensor]] = []
-        self._others: dict[str, Tensor] = {}  # buffers other than running statistics
-        for prefix, module in model.named_modules():
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                if name in state:
-                    self._places.append((module, name.rpartition(".")[2], buffer))
-                    if not isinstance(module, _WITH_STATISTICS):
-                        self._others[name] = buffer
-        self._versions: dict[str, int] = {}
-        self._changing: tuple[str, ...] | None = None  # the same on all ranks
+
+class Place(NamedTuple):
+    """A parameter or persistent buffer of a module."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    memory: Tensor  # of the tensor, to which checkpoints refer; a forward may give the tensor another one
 
     @property
-    def changing(self) -> tuple[str, ...]:
-        """Return the names of changing buffers; () before the first step."""
-        # Running statistics are not among them.
-        return self._changing or ()
+    def kind(self) -> str:
+        if isinstance(self.tensor, nn.Parameter):
+            return "parameter"
+        return "statistic" if isinstance(self.module, _WITH_STATISTICS) else "buffer"
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._versions = {name: buffer._version for name, buffer in self._others.items()}
-
-    def send(self, groups: Groups) -> None:
-        """Start the broadcast of changed buffers from the leader. A collective."""
-        # A forward may replace a buffer by a new tensor, which would be in no checkpoint.
-        for module, name, buffer in self._places:
-            current = getattr(module, name)
-            if current is not buffer:
-                buffer.copy_(current)
-                setattr(module, name, buffer)
-        if not self._others:
+    def settle(self, name: str) -> None:
+        """Copy a tensor that a forward has put in this place into the memory of the place."""
+        current, held = getattr(self.module, self.name), self.memory
+        if current is self.tensor and current.data_ptr() == held.data_ptr() and current.shape == held.shape:
             return
-        if self._changing is None:
-            changed: list[str] = []
-            for name, buffer in self._others.items():
-                if buffer._version != self._versions[name]:
-                    changed.append(name)
-            self._changing = agree_on_names(changed, groups.control)
-        for name in self._changing:
-            groups.communicator.broadcast(self._others[name], 0)
+        fits = current is not None and torch.promote_types(current.dtype, held.dtype) == held.dtype
+        if not fits or current.shape != held.shape:
+            raise TrainingError(
+                f"a forward changes the model's {self.kind} {name} from {_layout(held)} to {_layout(current)}, and "
+                "checkpoints hold tensors of one shape and type. Create it in its largest shape, and count in another "
+                "buffer how much of it is in use; a cache may be a buffer with persistent=False"
+            )
+        values = current.detach()
+        self.tensor.data = held
+        self.tensor.detach().copy_(values)
+        setattr(self.module, self.name, self.tensor)
 
-    @contextmanager
-    def undone_on_failure(self) -> Iterator[None]:
-        """Restore the buffers if the context fails."""
-        before = self._current()
-        try:
-            yield
-        except BaseException:
-            self._put_back(before)
-            raise
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Restore the buffers after the context."""
-        before = self._current()
-        try:
-            yield
-        finally:
-            self._put_back(before)
-
-    def _current(self) -> list[Tensor]:
-        # Read from the module, because until the end of the step a forward may have replaced a buffer.
-        return [getattr(module, name).clone() for module, name, _ in self._places]
-
-    def _put_back(self, before: list[Tensor]) -> None:
-        for (module, name, buffer), earlier in zip(self._places, before, strict=True):
-            # A copy into `.data` keeps the version, by which `send` finds changes of a forward.
-            buffer.data.copy_(earlier)
-            # A forward may have put another tensor in the place of the buffer.
-            setattr(module, name, buffer)
+def _layout(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 class RunningStatistics:
@@ -204,31 +177,88 @@ class RunningStatistics:
 
 
 class StepBuffers:
-    """Buffers of a model during the forwards of a training step."""
+    """State of a model and a task that the forwards of a training step change; masks and tables never change.
 
-    def __init__(self, model: nn.Module, exact: bool) -> None:
-        self._buffers = Buffers(model)
+    After each step the leader's values replace all tensors of checkpoints that a forward changes: codebooks, queues,
+    the vectors of a spectral norm, layers that the first batch initializes, momentum encoders. Running statistics of
+    normalization layers are summed instead. The first step of a process shows which state changes.
+
+    Args:
+        replicated: whether every worker holds the whole model.
+    """
+
+    def __init__(self, worker: WorkerState, model: nn.Module, replicated: bool) -> None:
+        self._worker = worker
+        self._effects = worker.effects
+        self._model = model
+        self._replicated = replicated
         self._statistics = RunningStatistics(model)
-        self._exact = exact
+        self._places = _places_of(model)
+        self._shards = {name: param for name, param in model.named_parameters() if is_sharded(param)}
+        known = self._effects.changing or ()
+        # Those that a step may change.
+        self._watched = {name: at for name, at in self._places.items() if at.kind != "parameter" or name in known}
+        self._changing: tuple[str, ...] | None = None  # the same on all ranks; None before the attempt's first step
+        self._versions: dict[str, int] = {}
+        self._before: dict[str, object] | None = None  # values before a process's first step
+        self._lost: set[str] = set()  # parameters that were written while they were gathered
 
-    @classmethod
-    def of(cls, model: nn.Module, exact: bool) -> Self | None:
-        """Return the buffers of a model, None without any."""
-        return None if next(model.buffers(), None) is None else cls(model, exact)
+    @property
+    def is_needed(self) -> bool:
+        """Return whether later steps may change anything."""
+        return bool(self._watched)
 
     @contextmanager
     def step(self, num_microbatches: int) -> Iterator[None]:
-        """Begin a step, and restore the buffers if the step fails.
+        """Begin a step, and restore the tensors if the step fails.
 
         A survivor runs a failed step again, and the step's forwards must count once.
 
         Args:
             num_microbatches: number of microbatches that all ranks together compute in the step.
         """
-        with self._buffers.undone_on_failure():
-            self._buffers.begin()
+        undo = self._kept()
+        with ExitStack() as stack:
+            if self._effects.changing is None:
+                self._before = self._values()
+                self._lost = stack.enter_context(gathered_writes(self._model))
+            if self._changing is None:
+                self._versions = {name: place.tensor._version for name, place in self._watched.items()}
             self._statistics.begin(num_microbatches)
-            yield
+            try:
+                yield
+            except BaseException:
+                restore(undo)
+                # To put back parameters that only this step has shown to change, it would need a copy of all.
+                if any(name in self._places for name in self._changed()):
+                    self._worker.forget()
+                raise
+            finally:
+                self._before = None
+
+    def _kept(self) -> Undo:
+        """Return what restores the tensors that may change."""
+        undo: Undo = {}
+        for place in self._watched.values():
+            # Read from the module, because until the end of the step a forward may have replaced a buffer.
+            current = getattr(place.module, place.name)
+            if current is not None:
+                undo[id(current)] = partial(put_back, current, current.data, current.detach().clone())
+            undo[id(place)] = partial(setattr, place.module, place.name, current)
+        return undo
+
+    def _values(self) -> dict[str, object]:
+        shards = {name: int(digest([local(param)])) for name, param in self._shards.items()}
+        return values_of(self._model, self._worker.task) | shards
+
+    def _changed(self) -> list[str]:
+        """Return what the process's first step has changed, tensors of checkpoints by their names."""
+        if self._before is None:
+            return []
+        after, prefix = self._values(), f"{name_of(self._model)}."
+        names = {f"{prefix}{name}": name for name in self._places}
+        found = [place for place in {**self._before, **after} if self._before.get(place) != after.get(place)]
+        return [names.get(place, place) for place in found]
 
     @contextmanager
     def forward(self, part: Part) -> Iterator[None]:
@@ -236,7 +266,7 @@ class StepBuffers:
         if part.weight:
             yield
         else:
-            with self._buffers.undone():
+            with self.undone():
                 yield
         self._statistics.put_back()
 
@@ -247,27 +277,79 @@ class StepBuffers:
         """
         self._statistics.forwarded(part.microbatch, part.share)
 
-    def undone(self) -> AbstractContextManager[None]:
-        """Restore the buffers after the context."""
-        return self._buffers.undone()
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restore the state after the context."""
+        # Until the first step has ended nothing is known of parameters.
+        if self._effects.changing is None:
+            with undone(self._model, self._worker.task):
+                yield
+            return
+        undo = self._kept()
+        try:
+            yield
+        finally:
+            restore(undo)
 
     def send(self, groups: Groups) -> None:
         """Start to give all ranks the buffers of the whole step. A collective.
 
         Raises:
-            TrainingError: the run is exact, and a buffer would depend on the number of workers.
+            TrainingError: the run is exact, and a tensor would depend on the number of workers; or a change of a
+                forward cannot be kept.
         """
-        self._buffers.send(groups)
-        if self._exact and self._buffers.changing:
-            raise TrainingError(
-                f"run.exact: a forward changes the model's buffer {self._buffers.changing[0]}, whose value then comes "
-                "from rank 0's microbatches, and so depends on the number of workers. Set run.exact=false"
-            )
+        for name, place in (self._places if self._changing is None else self._watched).items():
+            place.settle(name)
+        if self._changing is None:
+            self._find_changing(groups)
+        for name in self._changing or ():
+            groups.communicator.broadcast(self._places[name].memory, 0)
         self._statistics.send(groups.communicator)
+
+    def _find_changing(self, groups: Groups) -> None:
+        """Agree on what forwards change, in the first step of an attempt. A collective."""
+        changed = self._changed()
+        known = {*self._places, *self._shards}
+        unsaved = [name for name in changed if name not in known]
+        # Of a layer that the forward has made, its own name is enough.
+        made = tuple(f"{name}." for name in unsaved)
+        self._effects.unsaved = tuple(name for name in unsaved if not name.startswith(made)) or self._effects.unsaved
+        # A written value may be equal now, for example that of a running maximum, and differ after a later step.
+        written = [name for name, place in self._watched.items() if place.tensor._version != self._versions[name]]
+        own = [name for name in dict.fromkeys([*changed, *written, *self._lost]) if name in known]
+        own = [name for name in own if name not in self._places or self._places[name].kind != "statistic"]
+        self._changing = self._effects.changing = agree_on_names(self._effects.changing or own, groups.control)
+        self._watched |= {name: self._places[name] for name in self._changing if name in self._places}
+        for name in self._changing:
+            kind = self._places[name].kind if name in self._places else "parameter"
+            if kind == "parameter" and not self._replicated:
+                raise TrainingError(
+                    f"a forward changes the model's parameter {name}, of which each worker holds only a part, so the "
+                    "change would be lost or differ between workers. Take parallel.kind=ddp, or keep the values in a "
+                    "buffer"
+                )
+            if self._worker.config.run.exact:
+                raise TrainingError(
+                    f"run.exact: a forward changes the model's {kind} {name}, whose value then comes from rank 0's "
+                    "microbatches, and so depends on the number of workers. Set run.exact=false"
+                )
 
     def finish(self) -> None:
         """Apply a step's update to the running statistics, once the step has passed the gate."""
         self._statistics.finish()
+
+
+def _places_of(model: nn.Module) -> dict[str, Place]:
+    """Return the parameters and persistent buffers that this worker holds whole."""
+    places: dict[str, Place] = {}
+    for path, module in model.named_modules():
+        for name in (*module._parameters, *module._buffers):
+            tensor = getattr(module, name)
+            # A parameter of another stage is on the meta device.
+            if tensor is None or tensor.is_meta or is_sharded(tensor) or name in module._non_persistent_buffers_set:
+                continue
+            places[f"{path}.{name}".lstrip(".")] = Place(module, name, tensor, tensor.data)
+    return places
 
 
 class _Shares(NamedTuple):

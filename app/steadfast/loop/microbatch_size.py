@@ -18,7 +18,7 @@ from torch import nn
 from steadfast.checkpoint.memory_server import free_bytes
 from steadfast.data.randomness import own_randomness
 from steadfast.guards.out_of_memory import halve_microbatch
-from steadfast.loop.buffers import Buffers
+from steadfast.loop.side_effects import undone
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.plan import largest_microbatch
@@ -149,7 +149,7 @@ def _measure(world: World, worker: WorkerState, parallel: Parallel, model: nn.Mo
 
     device = worker.precision.device
     with ExitStack() as unchanged:
-        unchanged.enter_context(Buffers(model).undone())
+        unchanged.enter_context(undone(model, worker.task))
         # Dropout and user code draw from the generators.
         unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
         unchanged.enter_context(own_randomness(0))

@@ -1,6 +1,6 @@
 """Check that a user's task trains here as in a plain loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NoReturn
@@ -8,16 +8,17 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from steadfast.config import Config, EarlyStoppingConfig, Target, TaskConfig
 from steadfast.config.load import suggestion
 from steadfast.data.batches import IGNORED, Batch, tensors_of
 from steadfast.data.parts import rows_of, uncuttable
 from steadfast.data.randomness import own_randomness
-from steadfast.errors import ConfigError, Problem, UsageError
-from steadfast.loop.buffers import Buffers
-from steadfast.loop.modes import evaluating
+from steadfast.errors import ConfigError, Problem, SteadfastError, UsageError
 from steadfast.loop.seed import seed_generators
+from steadfast.loop.side_effects import undone
 from steadfast.loop.validate import Validator
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
@@ -25,7 +26,7 @@ from steadfast.parallel.dtensor import reshard
 from steadfast.plan import Microbatch
 from steadfast.tasks import Sums
 from steadfast.tasks.metrics import SummedMetrics
-from steadfast.tasks.own import GlobalTask, OwnTask
+from steadfast.tasks.own import GlobalTask
 from steadfast.world.control import any_rank, gather_numbers
 from steadfast.world.runtime import World
 
@@ -52,9 +53,10 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
     The task is tried on a few samples.
 
     The loss of a batch must be the sum of the losses of its parts, because parts of a microbatch may run in separate
-    forwards; the rows of an embedding must not depend on each other. The trial runs in evaluation mode, which excludes
-    dropout, and BatchNorm, whose statistics are those of a microbatch by design. `batch.balance=even_samples` excludes
-    both, so a second trial runs in training mode. With `task.coupled` the task is called but its losses are not
+    forwards; the rows of an embedding must not depend on each other. The trial runs in training mode, without layers of
+    torch that draw random numbers or have the statistics of a microbatch by design. The user's own layers may do so
+    too, so a loss that differs there passes if it is a sum in evaluation mode. `batch.balance=even_samples` excludes
+    such layers, so a trial with all layers follows. With `task.coupled` the task is called but its losses are not
     compared.
 
     Raises:
@@ -73,15 +75,44 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
     if is_checked:
         return
     world.progress.enter("validation")
-    with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped, evaluating(unwrapped):
-        trial = _Trial(worker, world, parallel, unwrapped, _WHY_SUMS)
-        trial.run()
-        if config.data.has_documents:
-            trial.compare_documents()
+    trial = _Trial(worker, world, parallel, parallel.unwrap(model), _WHY_SUMS)
+    error = trial.error(_quiet)
+    if error is not None and not isinstance(error, _Coupled) and isinstance(error, SteadfastError):
+        raise error
+    # All ranks try the same samples, but one rank might round otherwise.
+    if any_rank(error is not None or not trial.is_conclusive, world.groups.control):
+        _raise(_verdict(error, trial.error(nn.Module.eval)))
     if config.batch.balance == "even_samples":
         # In training mode a layer of the user's own may depend on the whole microbatch, as BatchNorm does.
-        with _without_a_trace(worker, parallel.unwrap(model)) as unwrapped:
-            _Trial(worker, world, parallel, unwrapped, _WHY_SUMS_IN_TRAINING).run()
+        _raise(_Trial(worker, world, parallel, parallel.unwrap(model), _WHY_SUMS_IN_TRAINING).error(nn.Module.train))
+
+
+def _quiet(model: nn.Module) -> None:
+    """Put layers alone into evaluation mode that draw random numbers or mix the samples of a microbatch."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd | _BatchNorm):
+            module.eval()
+
+
+def _verdict(in_training: Exception | None, in_evaluation: Exception | None) -> Exception | None:
+    """Return the error of a task, None if it is accepted."""
+    if in_training is None:
+        # Nothing could be compared in training mode. In evaluation mode a model of detection gives no losses.
+        return in_evaluation if isinstance(in_evaluation, _Coupled) else None
+    if in_evaluation is None or (isinstance(in_training, _Coupled) and isinstance(in_evaluation, _Coupled)):
+        return in_evaluation
+    return in_training
+
+
+def _raise(error: Exception | None) -> None:
+    if isinstance(error, _Coupled):
+        raise UsageError(str(error))
+    if error is not None:
+        raise error
+
+
+class _Coupled(UsageError):
+    """The loss of a batch is not the sum of its parts' losses."""
 
 
 def check_watched_metrics(worker: WorkerState, world: World, parallel: Parallel, model: nn.Module) -> None:
@@ -106,7 +137,7 @@ def check_watched_metrics(worker: WorkerState, world: World, parallel: Parallel,
         return
     worker.watched_checked = True
     for size in sorted({min(worker.batch.global_size, num_samples), num_samples}):
-        with _without_a_trace(worker, parallel.unwrap(model)):
+        with _without_a_trace(worker, parallel, parallel.unwrap(model)):
             names = Validator(worker, parallel, world, size).names(model)
         missing = {key: metric for key, metric in missing.items() if metric not in names}
         if not missing:
@@ -124,10 +155,12 @@ class _Trial:
 
     def __init__(self, worker: WorkerState, world: World, parallel: Parallel, model: nn.Module, why: str) -> None:
         self._why = why
+        self.is_conclusive = False  # whether the last `error` has compared losses
+        self._worker = worker
         config = worker.config
         self._world = world
         self._parallel = parallel
-        self._task = worker.task.copied() if isinstance(worker.task, OwnTask) else worker.task
+        self._task = worker.task
         self._name = getattr(config.task, "target", config.task.kind).rpartition(":")[2]
         self._model = model
         self._precision = worker.precision
@@ -143,29 +176,43 @@ class _Trial:
         if config.precision.tf32 and worker.precision.device.type == "cuda":
             self._tolerance = _TF32_TOLERANCE
 
-    def run(self) -> None:
-        """Compare the loss of a batch with the losses of its parts."""
+    def error(self, enter_mode: Callable[[nn.Module], object]) -> Exception | None:
+        """Return why the task fails in a mode of the model, None if it does not."""
+        with _without_a_trace(self._worker, self._parallel, self._model):
+            # Gradients stay enabled, because a loss may compute gradients itself.
+            try:
+                enter_mode(self._model)
+                self.is_conclusive = self._run()
+                if self._worker.config.data.has_documents:
+                    self._compare_documents()
+            except Exception as error:
+                reshard(self._model)
+                return error
+        return None
+
+    def _run(self) -> bool:
+        """Compare the loss of a batch with the losses of its parts. Return whether they could be compared."""
         num_rows, half = self._num_rows, self._num_rows // 2
         whole = self._loader.example(num_rows)
         loss = self._loss(whole, seed=0)
         # A batch that has no row for each sample never runs in parts.
         if self._coupled or not half or uncuttable(whole, num_rows) is not None:
-            return
+            return True
         halves = [rows_of(whole, range(half), num_rows), rows_of(whole, range(half, num_rows), num_rows)]
         if isinstance(self._task, GlobalTask):
-            self._compare_rows(self._task, whole, *halves)
-            return
+            return self._compare_rows(self._task, whole, *halves)
         parts = self._losses_of(halves)
         self._compare_counts(loss, parts)
         if not self._is_equal([loss], [self._loss(whole, seed=0)]):
-            return  # a loss that changes from call to call cannot be compared
+            return False  # a loss that changes from call to call cannot be compared
         if not self._is_equal([loss], [self._loss(whole, seed=1)]):
-            self._exchange_halves()
-        elif not self._is_equal([loss], parts):
+            return self._exchange_halves()
+        if not self._is_equal([loss], parts):
             found, expected = float(loss.loss_sum), sum(float(part.loss_sum) for part in parts)
             self._refuse(f"the loss of {num_rows} samples is {found:.6g}, and {expected:.6g} as the sum of its halves")
+        return True
 
-    def compare_documents(self) -> None:
+    def _compare_documents(self) -> None:
         """Check that a document does not change the loss of the next one in its window."""
         batch = self._loader.example(self._num_rows)
         if not (isinstance(batch, tuple | list) and isinstance(batch[0], dict) and "position_ids" in batch[0]):
@@ -183,7 +230,7 @@ class _Trial:
         for replaced in (tokens, torch.where(is_first, tokens.flip(0).roll(1, 1), tokens)):
             losses.append(self._loss(({"input_ids": replaced, "position_ids": positions}, later), seed=0))
         if not self._is_equal(losses[:1], losses[1:]):
-            raise UsageError(
+            raise _Coupled(
                 "data.end_token: the loss of a document depends on the document before it, so the model does not keep "
                 "documents apart by position_ids. Models of Hugging Face do so with attn_implementation=sdpa. Use such "
                 "a model, or set data.end_token=null"
@@ -198,8 +245,10 @@ class _Trial:
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._refuse(f"the loss of half of a batch of {self._num_rows} samples fails ({what})")
 
-    def _exchange_halves(self) -> None:
+    def _exchange_halves(self) -> bool:
         """Check that one half of a batch does not change the loss of the other half.
+
+        Returns False if there are too few samples.
 
         With half batches A, B, C and D, the batches AB and CD must have the same summed loss as the batches AD and CB.
         Equal seeds and shapes give equal random draws, so a random loss is comparable too.
@@ -207,7 +256,7 @@ class _Trial:
         half = self._num_rows // 2
         size = 4 * half
         if size > self._num_train:
-            return
+            return False
         batch = self._loader.example(size)
         a, b, c, d = (range(start, start + half) for start in range(0, size, half))
         for seed in range(_NUM_SEEDS):
@@ -217,6 +266,7 @@ class _Trial:
             # Both pairs of batches have the same halves in each place, so a sum over samples is the same for both.
             if not self._is_equal(losses[:2], losses[2:]):
                 self._refuse("the loss of one half of a batch follows from the samples of the other half")
+        return True
 
     def _loss(self, batch: Batch, seed: int) -> Sums:
         seed_generators(seed, Microbatch(0, 0, 0, 0), self._precision.device)
@@ -234,7 +284,8 @@ class _Trial:
         dist.all_reduce(numbers, group=self._world.groups.control)
         return replace(sums, loss_sum=numbers[0], count=numbers[1])
 
-    def _compare_rows(self, task: GlobalTask, *batches: Batch) -> None:
+    def _compare_rows(self, task: GlobalTask, *batches: Batch) -> bool:
+        is_conclusive = True
         found: list[list[Tensor]] = []
         for batch in (*batches, batches[0]):
             seed_generators(len(found) // len(batches), Microbatch(0, 0, 0, 0), self._precision.device)
@@ -246,14 +297,16 @@ class _Trial:
             limit = self._tolerance * float(of_whole.abs().max())
             halves = torch.cat([of_first, of_second])
             if _differ(of_whole, redrawn, limit):
-                continue  # embeddings that contain random draws cannot be compared
+                is_conclusive = False  # embeddings that contain random draws cannot be compared
+                continue
             if halves.shape != of_whole.shape or _differ(of_whole, halves, limit):
                 self._refuse("the embedding of a sample follows from the other samples of its batch")
+        return is_conclusive
 
     def _compare_counts(self, whole: Sums, parts: Sequence[Sums]) -> None:
         count, expected = float(whole.count), sum(float(part.count) for part in parts)
         if abs(count - expected) > 1e-6 * abs(expected):
-            raise UsageError(
+            raise _Coupled(
                 f"{self._name}.loss counts {count:g} in {self._num_rows} samples, and {expected:g} in their halves "
                 "together. The count of Sums is how many losses are in loss_sum: for a mean loss over a batch return "
                 "Sums(loss * len(batch), len(batch))"
@@ -266,27 +319,24 @@ class _Trial:
         return not abs(difference) > self._tolerance * sum(map(abs, losses))
 
     def _refuse(self, what: str) -> NoReturn:
-        raise UsageError(f"{self._name}: {what}. {self._why}")
+        raise _Coupled(f"{self._name}: {what}. {self._why}")
+
+
+@contextmanager
+def _without_a_trace(worker: WorkerState, parallel: Parallel, model: nn.Module) -> Iterator[None]:
+    """Undo all side effects of forwards and backwards within the context."""
+    device = worker.precision.device
+    with ExitStack() as unchanged:
+        unchanged.callback(parallel.clear_gradients, worker.optimizer)
+        unchanged.enter_context(undone(model, worker.task))
+        unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
+        unchanged.enter_context(own_randomness(0))
+        unchanged.enter_context(SummedMetrics(worker.task, device).counting(0))
+        yield
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
     return bool((one - other).abs().max() > limit)
-
-
-@contextmanager
-def _without_a_trace(worker: WorkerState, model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the model, and undo all side effects.
-
-    Buffers, random generators and metrics are restored afterwards.
-    """
-    device = worker.precision.device
-    with ExitStack() as unchanged:
-        unchanged.enter_context(Buffers(model).undone())
-        unchanged.enter_context(torch.random.fork_rng([device], enabled=device.type == "cuda"))
-        unchanged.enter_context(own_randomness(0))
-        unchanged.enter_context(SummedMetrics(worker.task, device).counting(0))
-        # Gradients stay enabled, because a loss may compute gradients itself.
-        yield model
 
 
 def _refuse_what_needs_each_loss(config: Config) -> None:

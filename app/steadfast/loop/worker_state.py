@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.checkpoint.initial import build_initial, build_initial_sharded, load_initial
+from steadfast.checkpoint.model_check import refuse_lossy_copies, refuse_unsaved
 from steadfast.checkpoint.node_memory import NodeMemory, open_memory
 from steadfast.checkpoint.snapshots import copy_shards
 from steadfast.checkpoint.state import (
@@ -35,8 +36,9 @@ from steadfast.data.fingerprint import fingerprint
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import NotDeferrable, SteadfastError, UsageError
 from steadfast.hooks.hooks import Hooks
-from steadfast.loop.buffers import Buffers, refuse_batch_statistics, refuse_running_statistics, refuse_synchronized
+from steadfast.loop.buffers import Effects, refuse_batch_statistics, refuse_running_statistics, refuse_synchronized
 from steadfast.loop.modes import prepare_for_training
+from steadfast.loop.side_effects import undone
 from steadfast.loop.trigger import Interval
 from steadfast.optim.optimizer import build_optimizer, refuse_sparse
 from steadfast.optim.optimizer_trial import try_optimizer
@@ -52,7 +54,7 @@ from steadfast.plan import Amendments, Plan, begin_of
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import read_key, read_owner
 from steadfast.tasks import Sums, build_task
-from steadfast.tasks.own import GlobalTask, OwnTask
+from steadfast.tasks.own import GlobalTask
 from steadfast.world.control import gather_numbers, gather_objects
 from steadfast.world.device import Gpu, gather_gpus
 from steadfast.world.hardware import kind_of, refuse_mixed
@@ -98,6 +100,7 @@ class WorkerState:
             self.loader.check_validation(min(size, self.order.num_train))
         self.fingerprint = fingerprint(self.dataset)
         self.batch = config.batch  # its microbatch_size is a number once `fix_microbatch_size` was called
+        self.effects = Effects()  # of forwards on model and task
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold
         self.amendments = Amendments()  # of the current attempt
         self.base = ""  # sha256 of the frozen parameters, if checkpoints leave them out
@@ -177,13 +180,16 @@ class WorkerState:
             lend_memory(self._model, device)
             self._values.fill(dict(self._model.named_buffers()))
         batch = self.loader.example(min(2, self.batch.samples_per_microbatch, self.order.num_train))
-        task = self.task.copied() if isinstance(self.task, OwnTask) else self.task
 
         def run() -> Sums:
             with self.precision.autocast():
-                return task.loss(self._model, batch)
+                return self.task.loss(self._model, batch)
 
-        with own_randomness(0), torch.random.fork_rng([device], enabled=device.type == "cuda"):
+        with (
+            undone(nn.Module(), self.task),
+            own_randomness(0),
+            torch.random.fork_rng([device], enabled=device.type == "cuda"),
+        ):
             if isinstance(parallel, TensorSection) and parallel.has_tensor_parts:
                 for num_parts in parallel.tensor_sizes:
                     layers = layers_of_plan(self._model, parallel.plan, num_parts)
@@ -206,7 +212,7 @@ class WorkerState:
 
     def _run_once(self, batch: Batch) -> None:
         """Run a forward and backward without side effects."""
-        with Buffers(self._model).undone():
+        with undone(self._model, self.task):
             with self.precision.autocast():
                 loss = self.task.loss(self._model, batch).loss_sum
             self.precision.backward(loss * 0.0)
@@ -215,6 +221,7 @@ class WorkerState:
     def _start_anew(self) -> None:
         leaves_out_base = self.config.checkpoint.trainable_only
         model = self._build()
+        refuse_unsaved(model, self.config.parallel.survivors_hold_all)
         if leaves_out_base and not self.base:
             self.base = base_sha256(model)
         refuse_synchronized(model)
@@ -228,6 +235,7 @@ class WorkerState:
             refuse_batch_statistics(model)
         if self._values is None:
             self._model = self.precision.convert(model)
+            refuse_lossy_copies(self._model)
         else:
             self._model = model
             self.precision.cast(model)
@@ -262,6 +270,8 @@ class WorkerState:
         if self._values is not None and (run.init_from is None or not run.init_strict):
             self._values.fill(named_tensors(self._model))
         self.loaded = load_initial(self._model, run)
+        if self.held.model is not None:
+            self.held.model.refresh()
 
     def join(self, world: World) -> None:
         """Exchange properties of the ranks and choose the common precision. A collective.
@@ -440,7 +450,7 @@ class WorkerState:
         """
         self.hooks.setup(model, self.optimizer)
         optimizer = NamedOptimizer(model, self.optimizer)
-        held = ModelState(model, self.config.checkpoint.trainable_only)
+        held = self.held.model = ModelState(model, self.config.checkpoint.trainable_only)
         return app_state({"model": held, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks})
 
     def last_state(self) -> State:
@@ -451,8 +461,10 @@ class WorkerState:
         return self.state(self._model)
 
     def current(self, state: State) -> State:
-        """Return `state` with the current numbers of all hooks."""
+        """Return `state` with the current numbers of all hooks, and of the model where they are copies."""
         self.hooks.state_dict()
+        if self.held.model is not None:
+            self.held.model.refresh()
         return state
 
     def trigger(self, name: str, every: Every | None, age_s: float = 0.0) -> Interval:

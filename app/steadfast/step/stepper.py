@@ -52,8 +52,8 @@ class Stepper:
         # Samples of a microbatch share a forward if their losses depend on each other.
         self._coupled = config.task.coupled
         self._totals = totals_of(config.run.exact)
-        # These two exist only if the model or the configuration needs them.
-        self._buffers = StepBuffers.of(model, config.run.exact)
+        # These two exist only if the model or the configuration needs them; before the first step nothing is known.
+        self._buffers: StepBuffers | None = StepBuffers(worker, parallel.unwrap(model), parallel.survivors_hold_all)
         self._compiled = worker.compiled if worker.compiled.wanted else None
 
     @property
@@ -90,6 +90,8 @@ class Stepper:
         self._world.progress.mark("update")
         if self._buffers is not None:
             self._buffers.finish()
+            if not self._buffers.is_needed:
+                self._buffers = None
         # A step in which everything is masked has no gradient, and weight decay or momentum alone would still move the
         # weights. Reading the count is free here, because the host has just waited for the device. A count of NaN
         # compares false too, and ends the run once its message is read.

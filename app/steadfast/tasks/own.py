@@ -3,12 +3,11 @@
 A task whose result would differ from that of a plain loop is refused with a one-line error.
 """
 
-import copy
 import inspect
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -42,12 +41,10 @@ class OwnTask:
             raise AttributeError(attribute)
         return getattr(self._task, attribute)
 
-    def copied(self) -> Self:
-        """Return the task with a shallow copy of the user's object.
-
-        Attributes of the copy can be set without changing the original.
-        """
-        return type(self)(copy.copy(self._task), self._name)
+    @property
+    def unwrapped(self) -> Any:
+        """Return the user's object."""
+        return self._task
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """Return the loss of a batch.

@@ -174,8 +174,18 @@ class Recorder:
             reason = f"no two workers are alike: {'; '.join(kinds)}"
         else:
             return
-        text = f"recompute.every compares no gradients of two workers: {reason}"
-        # The notice is published once in a run for each reason, not in every attempt.
+        self._notify_once(f"recompute.every compares no gradients of two workers: {reason}")
+
+    def _tell_of_unsaved(self) -> None:
+        if names := self._worker.effects.unsaved:
+            more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+            self._notify_once(
+                f"the first step changes {', '.join(names[:_NAMES])}{more}, which no checkpoint holds: a resumed run "
+                "and a worker that joins begin without it. Make state a buffer of the model; a cache needs nothing"
+            )
+
+    def _notify_once(self, text: str) -> None:
+        """Publish a notice once in a run, not in every attempt."""
         if all(notice.text != text for notice in self._directory.events(events.Notice)):
             self._notify(text)
 
@@ -191,7 +201,7 @@ class Recorder:
             counts = f"lacks {len(missing)} of the model's names and has {plural(len(unexpected), 'other name')}"
             self._notify(f"run.init_from {counts}: {names}")
         if frozen := self._worker.frozen:
-            self._notify(f"these modules were built in evaluation mode, and keep that mode: {', '.join(frozen)}")
+            self._notify(f"these modules stay in evaluation mode: {', '.join(frozen)}")
         if self._worker.fingerprint.startswith(LAYOUT):
             self._notify(
                 "the dataset draws numbers that nothing seeds: a sample that is read twice differs. So a resume knows "
@@ -244,6 +254,8 @@ class Recorder:
             self._started = None
             timer.mark("first_step")
             self._tell_of_start(timer.event(restored.step, restored.source, self._world.size), result.seconds)
+            if self._world.leader:
+                self._tell_of_unsaved()
 
     def _tell_of_start(self, event: events.AttemptStarted, step_s: float) -> None:
         """Publish the attempt's start, with facts about the run, its nodes and GPUs."""
