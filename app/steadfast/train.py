@@ -49,7 +49,10 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     timer.mark("built")
 
     # Restore the newest of a survivor's state, a copy in memory, a checkpoint and step 0, the same on every rank.
-    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots)
+    # A hook may have unfrozen parameters before, which a model that is built anew does not train.
+    extend = partial(worker.train_as_stored, state=state, parallel=parallel) if worker.has_own_hooks else None
+    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, extend)
+    worker.restore_requires_grad()
     world.progress.resume(restored.step)
     checkpoints.reserve(state)
 
@@ -96,6 +99,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
     batches = probes.batches(worker.loader.steps(plan.stream(world.data_rank, restored.step + 1, worker.num_steps)))
     while worker.step < worker.num_steps and not control.ending:
+        worker.follow_requires_grad(worker.step + 1, state, parallel, world)
         result = stepper.step(worker.step + 1, batches)
         worker.advance_to(result.step)
         recorder.ran(result)

@@ -14,6 +14,7 @@ from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, skipped_u
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.shards import (
     load_shards,
+    names_in,
     optional_for,
     read_header,
     shards_of,
@@ -147,6 +148,10 @@ class Checkpoints:
             manifest.check_base(self._fingerprints.base, self._catalog.location(step))
             return manifest
         return None
+
+    def names(self, manifest: Manifest) -> set[str]:
+        """Return the names of all tensors in a checkpoint. A collective."""
+        return names_in(map(read_header, self._with_headers(self._catalog.readers(manifest))))
 
     def load(self, manifest: Manifest, state: State) -> None:
         """Fill this rank's part of `state`. A collective if the state is sharded.

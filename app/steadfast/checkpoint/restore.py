@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -29,12 +29,19 @@ class Restored:
 
 
 def restore(
-    state: State, held: HeldState, load_initial: Callable[[], None], checkpoints: Checkpoints, snapshots: Snapshots
+    state: State,
+    held: HeldState,
+    load_initial: Callable[[], None],
+    checkpoints: Checkpoints,
+    snapshots: Snapshots,
+    extend: Callable[[Collection[str]], None] | None = None,
 ) -> Restored:
     """Fill every rank with the newest complete state, in place. A collective.
 
     Args:
         load_initial: completes the initial state with weights from a file; called if there is no other state.
+        extend: adds tensors to `state` that only the stored state has, given by the names of the latter's tensors; None
+            if there are none.
     """
     # Candidates are the states of living workers, snapshots, the newest intact checkpoint, and step 0.
     world = checkpoints.world
@@ -47,6 +54,10 @@ def restore(
     # storage need not be read.
     if newest > 0:
         peers = living[world.part :: world.replica_size]  # the ranks that hold the same part
+        if extend is not None and min(living) != newest:
+            names = [list(flatten(state))]
+            dist.broadcast_object_list(names, src=living.index(newest), group=groups.control)
+            extend(names[0])
         if min(peers) != newest:
             _overwrite(state, held, newest, peers.index(newest), groups)
         held.complete(newest)
@@ -56,6 +67,8 @@ def restore(
         stored = checkpoints.newest()
         if copied.step >= stored.step:
             held.begin_overwriting()
+            if extend is not None:
+                extend(snapshots.names(copied))
             snapshots.load(copied, state)
             held.complete(copied.step)
             return Restored(copied.step, "snapshot", age_s=stored.age_s)
@@ -68,6 +81,8 @@ def restore(
             load_initial()
         held.complete(0)
         return Restored(0, "start", damaged)
+    if extend is not None:
+        extend(checkpoints.names(found))
     # Every rank reads its own shards. A replicated state is read by one rank, which broadcasts it.
     if not checkpoints.replicated or world.leader:
         held.begin_overwriting()

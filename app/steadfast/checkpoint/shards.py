@@ -84,7 +84,7 @@ def _shard(name: str, tensor: Any) -> Shard:
 
 
 # A resume may add or remove hooks and change the precision, so these tensors may be missing or superfluous.
-_OPTIONAL = ("hooks.", "precision.")
+_OPTIONAL = ("hooks.", "precision.", "requires_grad.")
 
 
 def optional_for(shards: Iterable[Shard]) -> tuple[str, ...]:
@@ -196,6 +196,10 @@ class FileLayout:
 def reader_of(file: Tensor) -> Read:
     data = memoryview(file.numpy().data)
     return lambda start, num_bytes: bytes(data[start : start + num_bytes])
+
+
+def _reader_of_bytes(data: bytes) -> Read:
+    return lambda start, num_bytes: data[start : start + num_bytes]
 
 
 def read_header(read: Read) -> bytes:
@@ -325,6 +329,14 @@ def header_of(file: Tensor) -> bytes:
     return bytes(data[: 8 + int.from_bytes(data[:8], "little")])
 
 
+def names_in(headers: Iterable[bytes]) -> set[str]:
+    """Return the names of all shards in the files with these headers."""
+    names: set[str] = set()
+    for header in headers:
+        names.update(shard.name for shard, _ in _read_header(_reader_of_bytes(header), ""))
+    return names
+
+
 def requests_for(shards: Iterable[Shard], header: bytes) -> list[Request]:
     """Return the byte ranges that `load_shards` will read after the header.
 
@@ -333,7 +345,7 @@ def requests_for(shards: Iterable[Shard], header: bytes) -> list[Request]:
     """
     targets = {shard.name: shard for shard in shards}
     overlaps = []
-    for stored, start in _read_header(lambda start, num_bytes: header[start : start + num_bytes], ""):
+    for stored, start in _read_header(_reader_of_bytes(header), ""):
         if stored.name in targets and (overlap := _overlap(stored, start, targets[stored.name])):
             overlaps.append(overlap)
     return _requests(overlaps)

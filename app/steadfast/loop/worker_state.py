@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,9 @@ from steadfast.checkpoint.state import (
     HeldState,
     ModelState,
     NamedOptimizer,
+    RequiresGrad,
     State,
+    Stateful,
     app_state,
     base_sha256,
     buffers_outside_state,
@@ -30,17 +32,18 @@ from steadfast.checkpoint.state import (
     newest_whole,
 )
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import Config, Every, TargetOptimizer, TensorSection
+from steadfast.config import Config, EmaConfig, Every, Target, TargetOptimizer, TensorSection
 from steadfast.data import Dataset, Extent, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch, stack, tensors_of
 from steadfast.data.randomness import own_randomness
-from steadfast.errors import NotDeferrable, SteadfastError, UsageError
+from steadfast.errors import NotDeferrable, SteadfastError, TrainingError, UsageError
 from steadfast.hooks.hooks import Hooks
 from steadfast.loop.buffers import Buffers, refuse_batch_statistics, refuse_running_statistics, refuse_synchronized
 from steadfast.loop.modes import prepare_for_training
 from steadfast.loop.trigger import Interval
-from steadfast.optim.optimizer import build_optimizer, refuse_sparse
+from steadfast.optim.optimizer import build_optimizer, extend_optimizer, refuse_sparse
 from steadfast.optim.optimizer_trial import try_optimizer
+from steadfast.optim.own_optimizer import parameters_of
 from steadfast.parallel import Parallel
 from steadfast.parallel.activations import checkpoint_activations, refuse_parts_of_layers
 from steadfast.parallel.blocks import blocks_of, stop_caching
@@ -114,6 +117,8 @@ class WorkerState:
         self._shards_move = False  # the last world's replicas had other parts, or none of them is complete
         self._outline: Outline | None = None  # of the model, in a pipeline
         self._examined = False  # whether workers can divide the computation of a sample, see `_examine`
+        self._frozen: dict[str, nn.Parameter] = {}  # parameters that the optimizer does not update
+        self._flags: RequiresGrad | None = None  # None if the user has no hooks, or a stage may lack parameters
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
@@ -313,6 +318,8 @@ class WorkerState:
         """Find out whether this rank's shards remain valid, or move to other ranks. A collective."""
         if world.amendments.skip != self.amendments.skip:
             self._shards = None
+        if self._shards is not None:
+            self.current(self._shards.state)
         in_place = world.replica_size > 1 and self._shards is not None and self._shards.world.box == world.box
         control = world.groups.control
         steps: list[int] = gather_numbers(self.step if in_place else 0, control).tolist()
@@ -436,7 +443,69 @@ class WorkerState:
         self.hooks.setup(model, self.optimizer)
         optimizer = NamedOptimizer(model, self.optimizer)
         held = ModelState(model, self.config.checkpoint.trainable_only)
-        return app_state({"model": held, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks})
+        parts: dict[str, Stateful] = {"model": held, "optimizer": optimizer}
+        parts |= {"precision": self.precision, "hooks": self.hooks}
+        trained = set(parameters_of(self.optimizer.param_groups))
+        self._frozen = {name: param for name, param in model.named_parameters() if param not in trained}
+        if self.has_own_hooks and not self.config.parallel.has_stages:
+            parts["requires_grad"] = self._flags = RequiresGrad(model, self.precision.device)
+        return app_state(parts)
+
+    @property
+    def has_own_hooks(self) -> bool:
+        """Return whether hooks of the user may change which parameters train."""
+        return any(isinstance(hook, Target) for hook in self.config.hooks)
+
+    def restore_requires_grad(self) -> None:
+        """Let the parameters require gradients as in the restored state."""
+        if self._flags is not None:
+            self._flags.apply()
+
+    def train_as_stored(self, stored: Collection[str], state: State, parallel: Parallel) -> None:
+        """Train the parameters of which a stored state, given by its names of tensors, has optimizer state."""
+        names = [name for name in self._frozen if any(each.startswith(f"optimizer.{name}.") for each in stored)]
+        if names:
+            self.train_also(names, state, parallel)
+
+    def follow_requires_grad(self, step: int, state: State, parallel: Parallel, world: World) -> None:
+        """Train the parameters that hooks have unfrozen, from `step` on. A collective if there are any."""
+        unfrozen = [name for name, param in self._frozen.items() if param.requires_grad]
+        if not unfrozen:
+            return
+        numbers = gather_numbers(
+            int(hashlib.sha256(" ".join(unfrozen).encode()).hexdigest()[:15], 16), world.groups.control
+        )
+        if len(set(numbers.tolist())) > 1:
+            raise TrainingError(f"before step {step} hooks of some ranks have unfrozen {unfrozen[0]}, of others not")
+        self.train_also(unfrozen, state, parallel, f" at step {step}")
+
+    def train_also(self, names: Collection[str], state: State, parallel: Parallel, when: str = "") -> None:
+        """Give frozen parameters gradients, and entries in the optimizer and in `state`.
+
+        Raises:
+            UsageError: these parameters can train only from the beginning.
+        """
+        added = [self._frozen[name].requires_grad_(True) for name in names]
+        trained = {*parameters_of(self.optimizer.param_groups), *added}
+        why = ""
+        if self.config.checkpoint.trainable_only:
+            why = "checkpoint.trainable_only leaves it out of checkpoints"
+        elif not self.has_own_hooks:
+            why = "the task or the model has done that, which only a hook may do"
+        elif any(isinstance(hook, EmaConfig) for hook in self.config.hooks):
+            why = "the hook ema has no average of it"
+        elif not parallel.train_also([param for param in self._model.parameters() if param in trained]):
+            why = f"parallel.kind={self.config.parallel.kind} (reducer=torch, pipeline) has no gradient of it"
+        if why:
+            raise UsageError(
+                f"the parameter {next(iter(names))} was frozen when the model was built, and is not{when}: {why}. "
+                "Build the model with all that will ever train unfrozen, and freeze it in a hook's on_start"
+            )
+        extend_optimizer(self.optimizer, self.config.optimizer, self._model, added)
+        optimizer = NamedOptimizer(self._model, self.optimizer).state_dict()
+        state.setdefault("optimizer", {}).update(optimizer)
+        for name in names:
+            del self._frozen[name]
 
     def last_state(self) -> State:
         """Return live references to this rank's state, even after a failure."""
@@ -448,6 +517,8 @@ class WorkerState:
     def current(self, state: State) -> State:
         """Return `state` with the current numbers of all hooks."""
         self.hooks.state_dict()
+        if self._flags is not None:
+            self._flags.state_dict()
         return state
 
     def trigger(self, name: str, every: Every | None, age_s: float = 0.0) -> Interval:

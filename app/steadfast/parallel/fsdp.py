@@ -205,6 +205,10 @@ class FullyShardedDataParallelism:
                 unit.unshard()
                 unit.reshard()
 
+    def train_also(self, trained: list[nn.Parameter]) -> bool:
+        self._usage.meet_anew()
+        return True
+
     def store_gradients(self) -> None:
         return
 
@@ -322,6 +326,10 @@ class _Usage:
         """Begin a step."""
         self._used.clear()
         self._order = 0
+
+    def meet_anew(self) -> None:
+        """Look for parameters that train the next time that each unit is gathered."""
+        self._seen.clear()
 
     def fill(self) -> None:
         """Accumulate zero gradients for parameters that earlier backwards did not reach.
