@@ -3,6 +3,7 @@
 from functools import partial
 
 from steadfast.balance.shares import build_balance
+from steadfast.checkpoint.agreement import Agreement
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
@@ -82,11 +83,14 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     recorder.begin(plan, restored, timer, snapshots)
     worker.hooks.begin(restored.step, worker.num_steps, world, recorder.figures)
 
+    agreement = Agreement(checkpoints, worker.writer, directory, runtime)
+
     def save(step: int, ending: Outcome | None = None) -> None:
         # The last message shows whether this state is finite. A state that is not must not become a checkpoint.
         recorder.commit(guard.accept(control.drain()))
         probes.enter("checkpoint")
         worker.hooks.on_checkpoint()
+        agreement.check(step, worker.current(state), at_end=ending is not None)
         checkpoints.save(step, worker.current(state), validator.metrics_of(step), ending, config.recovery.wait_s)
         recorder.checkpoints(checkpoints.news())
 
@@ -103,7 +107,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
         result = stepper.step(worker.step + 1, batches)
         worker.advance_to(result.step)
         recorder.ran(result)
-        requests = periodic.requests(worker.hooks.signals(probes.signals(runtime.signals())))
+        requests = periodic.requests(worker.hooks.signals(agreement.signals(probes.signals(runtime.signals()))))
         recorder.commit(guard.accept(control.exchange(result, requests)))
         periodic.run(worker.step, control)
         recorder.checkpoints(checkpoints.news())

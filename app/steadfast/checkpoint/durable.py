@@ -6,9 +6,11 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, skipped_up_to
 from steadfast.checkpoint.manifest import FileDigest, Manifest
@@ -25,10 +27,12 @@ from steadfast.checkpoint.state import State
 from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
 from steadfast.errors import StorageError
 from steadfast.parallel import Parallel
+from steadfast.parallel.digest import sum_of_bits
 from steadfast.run import events
 from steadfast.run.owner import read_owner
 from steadfast.storage import Read
 from steadfast.world.control import any_rank, gather_numbers
+from steadfast.world.hardware import kind_of
 from steadfast.world.runtime import Outcome, World
 
 _POLL_S = 0.05
@@ -36,6 +40,7 @@ _POLL_S = 0.05
 _FILE = "checkpoint/{}/file/{}"  # the rank's file and its digest
 _READ = "checkpoint/{}/read/{}"  # what is wrong with the file that the rank has read back, "" if nothing is
 _DONE = "checkpoint/{}/done"  # the leader has committed the step
+_DIGESTS = "digests/{1}"  # of a rank alone: the newest step, kind of processor and digests of tensors
 
 
 class Stored(NamedTuple):
@@ -69,6 +74,7 @@ class Checkpoints:
         # Under DDP every rank holds the whole state, and the leader writes it alone, without waiting for other ranks.
         self.replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
+        self._kind = kind_of(world.groups.device) if world.replicate > 1 else ""
         self._command = self._owning_command() if world.leader else ""
         writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self.replicated and world.leader)
 
@@ -207,6 +213,11 @@ class Checkpoints:
         self._newest = step
         if self._writes:
             self.stage(step, state, metrics)
+        elif self.world.replicate > 1:
+            shards = shards_to_write(state, self.world)
+            digests = digests_of((shard.name, shard.tensor) for shard in shards)
+            with contextlib.suppress(Dropped):  # training notices by itself that the attempt has ended
+                self._tell(_DIGESTS, step, json.dumps([step, self._kind, list(digests.values())]))
 
     def stage(self, step: int, state: State, metrics: dict[str, float]) -> None:
         """Copy the state and start its write, without a collective.
@@ -215,6 +226,26 @@ class Checkpoints:
         """
         shards = shards_to_write(state, self.world)
         self._writer.put(step, shards, metrics, self)
+
+    def differing(self, state: State) -> tuple[str, list[list[int]]] | None:
+        """Return a tensor that ranks hold differently, and the ranks by what they hold. A collective.
+
+        The result is None if all ranks that hold the same tensors on processors of the same kind hold equal ones.
+        """
+        world = self.world
+        own = self._kind, digests_of((shard.name, shard.tensor) for shard in shards_to_write(state, world))
+        found = [own] * world.size
+        dist.all_gather_object(found, own, group=world.groups.control)
+        for part in range(world.replica_size):
+            for kind in sorted({kind for kind, _ in found}):
+                ranks = [rank for rank in range(part, world.size, world.replica_size) if found[rank][0] == kind]
+                for name in found[part][1]:
+                    by_digest: dict[int, list[int]] = {}
+                    for rank in ranks:
+                        by_digest.setdefault(found[rank][1][name], []).append(rank)
+                    if len(by_digest) > 1:
+                        return name, list(by_digest.values())
+        return None
 
     def reserve(self, state: State) -> None:
         """Allocate the host memory of checkpoints, on another thread.
@@ -238,6 +269,24 @@ class Checkpoints:
 
     # The writer's thread calls the following public methods, in this order, and repeats them if storage refuses. So
     # they must not change `self`.
+
+    def agree(self, pending: PendingWrite) -> bool:
+        """Return whether the other ranks that hold the same tensors hold equal ones."""
+        world = self.world
+        ranks = range(world.rank + world.replica_size, world.size, world.replica_size)
+        keys = [_DIGESTS.format(pending.step, rank) for rank in ranks]
+        if not keys:
+            return True
+        own = list(digests_of(pending.buffer.copies()).values())
+        while True:
+            told = [json.loads(each) for each in self._ask(keys, pending)]
+            if all(step == pending.step for step, _, _ in told):
+                # Processors of other kinds round differently.
+                return all(digests == own for _, kind, digests in told if kind == self._kind)
+            if any(step > pending.step for step, _, _ in told):
+                raise Dropped  # this rank is about to copy a newer state
+            pending.check()
+            time.sleep(_POLL_S)
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         """Write this rank's file, and return its name and digest."""
@@ -366,6 +415,12 @@ class Checkpoints:
         for why in self._ask([_READ.format(pending.step, rank) for rank in range(1, num_ranks)], pending):
             if why:
                 raise Damaged(why.decode())
+
+
+def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return a digest of each tensor in the order of names, except those of hooks."""
+    # Hooks may keep a state of their own on each rank.
+    return {name: sum_of_bits(tensor) for name, tensor in sorted(tensors) if not name.startswith("hooks.")}
 
 
 def age_s(manifest: Manifest) -> float:

@@ -58,6 +58,9 @@ class Parts(Checkpoints):
         self.wait_for_commit(limit_s)
         return self._writer.committed == step
 
+    def agree(self, pending: PendingWrite) -> bool:
+        return True  # the other ranks may be gone
+
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
         """Commit the step once all parts exist; None if another rank has.
 

@@ -104,6 +104,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self.num_bytes = 0  # of the file
+        self._layout: FileLayout
         self._memory = torch.empty(0, dtype=torch.uint8)
         # `reserve` runs in a thread of its own, and may still allocate when the first `fill` comes.
         self._lock = threading.Lock()
@@ -122,9 +123,17 @@ class StagingBuffer:
         layout = FileLayout.of(shards)
         with self._lock:
             self.num_bytes = layout.num_bytes
+            self._layout = layout
             if len(self._memory) < layout.num_bytes:
                 self._allocate(layout)
             layout.fill(self._memory)
+
+    def copies(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the copied bytes of each shard."""
+        start = len(self._layout.header)
+        for shard in self._layout.shards:
+            yield shard.name, self._memory[start : start + shard.tensor.nbytes]
+            start += shard.tensor.nbytes
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield the file in chunks of a few megabytes."""

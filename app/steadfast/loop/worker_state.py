@@ -425,9 +425,12 @@ class WorkerState:
         """Return the step whose state model and optimizer hold, 0 if none."""
         return self.held.step or 0
 
-    def forget(self) -> None:
-        """Mark the held state as possibly wrong: no rank may copy this state."""
+    def forget(self, copies: bool) -> None:
+        """Mark the held state as possibly wrong, and its copies in memory: no rank may copy this state."""
         self.held.begin_overwriting()
+        if copies and self._memory is not None:
+            with contextlib.suppress(OSError):
+                self._memory.keep(())
 
     def advance_to(self, step: int) -> None:
         """Record that model and optimizer hold the state of `step`."""
