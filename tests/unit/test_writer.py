@@ -17,7 +17,7 @@ LONG_S = 10.0
 
 
 class Storage:
-    """Writes when it is told to: `begun` says what it is at."""
+    """Writes when it is told to: `begun` says what it is at. `told`: what other ranks say of each state, if any."""
 
     def __init__(self, refuses: int = 0) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)

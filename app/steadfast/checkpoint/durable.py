@@ -74,7 +74,8 @@ class Checkpoints:
         # Under DDP every rank holds the whole state, and the leader writes it alone, without waiting for other ranks.
         self.replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
-        self._kind = kind_of(world.groups.device) if world.replicate > 1 else ""
+        self.compares = world.replicate > 1
+        self._kind = kind_of(world.groups.device) if self.compares else ""
         self._command = self._owning_command() if world.leader else ""
         writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self.replicated and world.leader)
 
@@ -213,7 +214,7 @@ class Checkpoints:
         self._newest = step
         if self._writes:
             self.stage(step, state, metrics)
-        elif self.world.replicate > 1:
+        elif self.compares:
             shards = shards_to_write(state, self.world)
             digests = digests_of((shard.name, shard.tensor) for shard in shards)
             with contextlib.suppress(Dropped):  # training notices by itself that the attempt has ended
@@ -239,7 +240,7 @@ class Checkpoints:
         for part in range(world.replica_size):
             for kind in sorted({kind for kind, _ in found}):
                 ranks = [rank for rank in range(part, world.size, world.replica_size) if found[rank][0] == kind]
-                for name in found[part][1]:
+                for name in found[ranks[0]][1] if ranks else ():
                     by_digest: dict[int, list[int]] = {}
                     for rank in ranks:
                         by_digest.setdefault(found[rank][1][name], []).append(rank)
@@ -275,8 +276,6 @@ class Checkpoints:
         world = self.world
         ranks = range(world.rank + world.replica_size, world.size, world.replica_size)
         keys = [_DIGESTS.format(pending.step, rank) for rank in ranks]
-        if not keys:
-            return True
         own = list(digests_of(pending.buffer.copies()).values())
         while True:
             told = [json.loads(each) for each in self._ask(keys, pending)]

@@ -36,6 +36,7 @@ class Parts(Checkpoints):
     def begin(self, command: str) -> None:
         """Check that the command with this token owns the run. Raises Superseded."""
         self._command = command
+        self.compares = False  # the other ranks may be gone
         self._check_owner(self._newest, self.world.attempt)
 
     def save_part(self, step: int, state: State, limit_s: float, at_once: bool, others_follow: bool) -> bool:
@@ -57,9 +58,6 @@ class Parts(Checkpoints):
         self._writer.put(step, shards_to_write(state, self.world), {}, self)
         self.wait_for_commit(limit_s)
         return self._writer.committed == step
-
-    def agree(self, pending: PendingWrite) -> bool:
-        return True  # the other ranks may be gone
 
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None:
         """Commit the step once all parts exist; None if another rank has.

@@ -41,7 +41,7 @@ class PendingWrite:
     blocked_s: float  # how long training waited for the copy
     file: tuple[str, FileDigest] | None = None  # of this rank, once it is on storage
     dropped: bool = False
-    agreed: bool = False  # the other ranks that hold the same tensors hold equal ones
+    agreed: bool = True  # whether the other ranks that hold the same tensors are known to hold equal ones
 
     def check(self) -> None:
         """Raise Dropped if this write is no longer wanted."""
@@ -57,6 +57,8 @@ class PendingWrite:
 
 class Target(Protocol):
     """Carries out the steps of a checkpoint, again after an OSError."""
+
+    compares: bool  # whether `agree` comes before a commit
 
     def agree(self, pending: PendingWrite) -> bool: ...
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]: ...
@@ -90,12 +92,12 @@ class Writer:
     def begin_attempt(self, attempt: int, skip: frozenset[int], commits_alone: bool) -> None:
         """Continue in another attempt, which leaves out the steps in `skip`."""
         # A write that needs the other ranks of its attempt can never be committed. A state that may contain the update
-        # of a step left out since then is useless.
-        under_way = self._under_way
+        # of a step left out since then is useless, and one that its ranks have not compared cannot be compared any more.
+        under_way, waiting = self._under_way, self._waiting
         if not commits_alone or skip != self._skip or (under_way is not None and not under_way.agreed):
             self.drop()
-        # Only the ranks of its own attempt can compare a state.
-        self._waiting = None
+        elif waiting is not None and not waiting.agreed:
+            self._waiting = None
         self.differs = False
         if skip != self._skip:
             self.committed = 0
@@ -126,7 +128,8 @@ class Writer:
                 buffer = self._buffers[1]
         buffer.fill(shards)
         with self._changed:
-            self._waiting = PendingWrite(step, metrics, buffer, target, began_s, time.monotonic() - began_s)
+            blocked_s = time.monotonic() - began_s
+            self._waiting = PendingWrite(step, metrics, buffer, target, began_s, blocked_s, agreed=not target.compares)
             self._changed.notify_all()
             if not self._is_running:
                 self._is_running = True

@@ -475,10 +475,8 @@ class WorkerState:
         unfrozen = [name for name, param in self._frozen.items() if param.requires_grad]
         if not unfrozen:
             return
-        numbers = gather_numbers(
-            int(hashlib.sha256(" ".join(unfrozen).encode()).hexdigest()[:15], 16), world.groups.control
-        )
-        if len(set(numbers.tolist())) > 1:
+        digest = int(hashlib.sha256(" ".join(unfrozen).encode()).hexdigest()[:15], 16)
+        if len(set(gather_numbers(digest, world.groups.control).tolist())) > 1:
             raise TrainingError(f"before step {step} hooks of some ranks have unfrozen {unfrozen[0]}, of others not")
         self.train_also(unfrozen, state, parallel, f" at step {step}")
 
