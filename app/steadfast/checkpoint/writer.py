@@ -91,8 +91,8 @@ class Writer:
 
     def begin_attempt(self, attempt: int, skip: frozenset[int], commits_alone: bool) -> None:
         """Continue in another attempt, which leaves out the steps in `skip`."""
-        # A write that needs the other ranks of its attempt can never be committed. A state that may contain the update
-        # of a step left out since then is useless, and one that its ranks have not compared cannot be compared any more.
+        # A write that needs the other ranks of its attempt, or that these have not compared, can never be committed. A
+        # state that may contain the update of a step left out since then is useless.
         under_way, waiting = self._under_way, self._waiting
         if not commits_alone or skip != self._skip or (under_way is not None and not under_way.agreed):
             self.drop()
