@@ -17,12 +17,17 @@ LONG_S = 10.0
 
 
 class Storage:
-    """Writes when it is told to: `begun` says what it is at. `told`: what other ranks say of each state, if any."""
+    """Writes when it is told to: `begun` says what it is at."""
+
+    compares = False
 
     def __init__(self, refuses: int = 0) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.refuses = refuses
         self.done: list[int] = []
+
+    def agree(self, pending: PendingWrite) -> bool:
+        raise NotImplementedError
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         self.begun.release()
@@ -40,6 +45,17 @@ class Storage:
 
     def finish(self, pending: PendingWrite, manifest: Manifest) -> Event:
         return Checkpoint(step=pending.step, path="", seconds=0.0, blocked_s=0.0, bytes=0)
+
+
+class Compares(Storage):
+    """Storage for states that the ranks compare, as `agrees` says."""
+
+    compares = True
+
+    def __init__(self, agrees: Callable[[PendingWrite], bool]) -> None:
+        super().__init__()
+        self.agree = agrees
+        self.go.release()
 
 
 class Writes(Storage):
@@ -209,3 +225,29 @@ def test_what_is_not_storage_s_is_raised() -> None:
     writer.put(1, shards(1.0), {}, Writes(write))
     with pytest.raises(ZeroDivisionError):
         writer.wait(nothing, LONG_S)
+
+
+def test_a_state_is_committed_only_once_the_ranks_agree() -> None:
+    """One that differs is dropped and told of; one that was not compared in its attempt is dropped with it."""
+    writer, asked, go = Writer(), threading.Event(), threading.Event()
+    agreeing, differing = Compares(lambda pending: True), Compares(lambda pending: False)
+
+    def ask(pending: PendingWrite) -> bool:
+        asked.set()
+        return go.wait(LONG_S)
+
+    put(writer, agreeing, 1)
+    assert writer.wait(nothing, LONG_S)
+    assert (agreeing.done, writer.differs) == ([1], False)
+    put(writer, differing, 2)
+    assert writer.wait(nothing, LONG_S)
+    assert (differing.done, writer.differs, writer.committed) == ([], True, 1)
+    put(writer, late := Compares(ask), 3)
+    assert asked.wait(LONG_S)
+    writer.begin_attempt(2, frozenset(), commits_alone=True)
+    assert not writer.differs
+    go.set()
+    put(writer, agreeing, 4)
+    agreeing.go.release()
+    assert writer.wait(nothing, LONG_S)
+    assert (late.done, agreeing.done) == ([], [1, 4])

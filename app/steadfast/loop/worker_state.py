@@ -486,7 +486,9 @@ class WorkerState:
         Raises:
             UsageError: these parameters can train only from the beginning.
         """
-        added = [self._frozen[name].requires_grad_(True) for name in names]
+        added = [self._frozen[name] for name in names]
+        for param in added:
+            param.requires_grad_(True)
         trained = {*parameters_of(self.optimizer.param_groups), *added}
         why = ""
         if self.config.checkpoint.trainable_only:
