@@ -228,8 +228,8 @@ class Checkpoints:
         shards = shards_to_write(state, self.world)
         self._writer.put(step, shards, metrics, self)
 
-    def differing(self, state: State) -> tuple[str, list[list[int]]] | None:
-        """Return a tensor that ranks hold differently, and the ranks by what they hold. A collective.
+    def differing(self, state: State) -> tuple[str, dict[str, tuple[int, ...]]] | None:
+        """Return a tensor that ranks hold differently, and the ranks by its digest. A collective.
 
         The result is None if all ranks that hold the same tensors on processors of the same kind hold equal ones.
         """
@@ -241,11 +241,12 @@ class Checkpoints:
             for kind in sorted({kind for kind, _ in found}):
                 ranks = [rank for rank in range(part, world.size, world.replica_size) if found[rank][0] == kind]
                 for name in found[ranks[0]][1] if ranks else ():
-                    by_digest: dict[int, list[int]] = {}
+                    by_digest: dict[str, tuple[int, ...]] = {}
                     for rank in ranks:
-                        by_digest.setdefault(found[rank][1][name], []).append(rank)
+                        digest = f"{found[rank][1].get(name, 0) % 2**64:016x}"
+                        by_digest[digest] = (*by_digest.get(digest, ()), rank)
                     if len(by_digest) > 1:
-                        return name, list(by_digest.values())
+                        return name, by_digest
         return None
 
     def reserve(self, state: State) -> None:

@@ -838,10 +838,10 @@ class RanksDiffer(Event):
 
     step: int  # step of the comparison
     tensor: str  # first such tensor, as named in checkpoints
-    ranks: tuple[tuple[int, ...], ...]  # ranks with equal numbers together
+    ranks: Mapping[str, tuple[int, ...]]  # ranks by the digest of what they hold, a hexadecimal number
 
     def line(self) -> str:
-        held = " and ".join(f"ranks {_listed(each)}" if len(each) > 1 else f"rank {each[0]}" for each in self.ranks)
+        held = " and ".join(f"ranks {_listed(each)}" if len(each) > 1 else f"rank {each[0]}" for each in self.ranks.values())
         return f"step {self.step}: {held} hold different numbers in {self.tensor}"
 
 
