@@ -88,7 +88,20 @@ class OnOneRank:
         run.model[2 * run.rank].requires_grad_(run.step > 1)
 
 
-HOOKS: dict[str, Any] = {"gradual": Gradual, "alternating": Alternating, "on one rank": OnOneRank}
+class OwnGroup:
+    """Gives a layer a parameter group of its own, as Lightning's BackboneFinetuning does."""
+
+    def on_step(self, run: Any) -> None:
+        if run.step == 2:
+            run.optimizer.add_param_group({"params": run.model[2].requires_grad_(True).parameters(), "lr": 0.001})
+
+
+HOOKS: dict[str, Any] = {
+    "gradual": Gradual,
+    "alternating": Alternating,
+    "on one rank": OnOneRank,
+    "own group": OwnGroup,
+}
 
 
 def plain_loop(hook: str, optimizer: str) -> dict[str, Tensor]:
@@ -141,6 +154,10 @@ def test_an_exact_run_that_unfreezes_has_the_same_bits_in_every_world(tmp_path: 
         ("checkpoint.trainable_only=true", "checkpoint.trainable_only leaves it out of checkpoints"),
         ("parallel.reducer=torch", "parallel.kind=ddp .* has no gradient of it"),
         ("hooks=[{target: 'tests.dist.test_unfreezing:Gradual'}, {kind: ema}]", "the hook ema has no average of it"),
+        (
+            "hooks=[{target: 'tests.dist.test_unfreezing:OwnGroup'}]",
+            "a hook has given the optimizer a group for it, .*",
+        ),
     ],
 )
 def test_an_unfreezing_that_cannot_be_carried_is_refused_by_the_name_of_the_parameter(

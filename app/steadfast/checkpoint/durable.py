@@ -237,16 +237,17 @@ class Checkpoints:
         own = self._kind, digests_of((shard.name, shard.tensor) for shard in shards_to_write(state, world))
         found = [own] * world.size
         dist.all_gather_object(found, own, group=world.groups.control)
-        for part in range(world.replica_size):
-            for kind in sorted({kind for kind, _ in found}):
-                ranks = [rank for rank in range(part, world.size, world.replica_size) if found[rank][0] == kind]
-                for name in found[ranks[0]][1] if ranks else ():
-                    by_digest: dict[str, tuple[int, ...]] = {}
-                    for rank in ranks:
-                        digest = f"{found[rank][1].get(name, 0) % 2**64:016x}"
-                        by_digest[digest] = (*by_digest.get(digest, ()), rank)
-                    if len(by_digest) > 1:
-                        return name, by_digest
+        peers: dict[tuple[int, str], list[int]] = {}  # by their part of the model and the kind of their processor
+        for rank, (kind, _) in enumerate(found):
+            peers.setdefault((rank % world.replica_size, kind), []).append(rank)
+        for ranks in peers.values():
+            for name in found[ranks[0]][1]:
+                by_digest: dict[str, tuple[int, ...]] = {}
+                for rank in ranks:
+                    digest = f"{found[rank][1].get(name, 0) % 2**64:016x}"
+                    by_digest[digest] = (*by_digest.get(digest, ()), rank)
+                if len(by_digest) > 1:
+                    return name, by_digest
         return None
 
     def reserve(self, state: State) -> None:

@@ -41,7 +41,7 @@ from steadfast.hooks.hooks import Hooks
 from steadfast.loop.buffers import Buffers, refuse_batch_statistics, refuse_running_statistics, refuse_synchronized
 from steadfast.loop.modes import prepare_for_training
 from steadfast.loop.trigger import Interval
-from steadfast.optim.optimizer import build_optimizer, extend_optimizer, refuse_sparse
+from steadfast.optim.optimizer import PEAK, build_optimizer, extend_optimizer, refuse_sparse
 from steadfast.optim.optimizer_trial import try_optimizer
 from steadfast.optim.own_optimizer import parameters_of
 from steadfast.parallel import Parallel
@@ -497,6 +497,8 @@ class WorkerState:
             why = "the task or the model has done that, which only a hook may do"
         elif any(isinstance(hook, EmaConfig) for hook in self.config.hooks):
             why = "the hook ema has no average of it"
+        elif any(PEAK not in group for group in self.optimizer.param_groups):
+            why = "a hook has given the optimizer a group for it, which no resume would have (use optimizer.groups)"
         elif not parallel.train_also([param for param in self._model.parameters() if param in trained]):
             why = f"parallel.kind={self.config.parallel.kind} (reducer=torch, pipeline) has no gradient of it"
         if why:

@@ -841,7 +841,9 @@ class RanksDiffer(Event):
     ranks: Mapping[str, tuple[int, ...]]  # ranks by the digest of what they hold, a hexadecimal number
 
     def line(self) -> str:
-        held = " and ".join(f"ranks {_listed(each)}" if len(each) > 1 else f"rank {each[0]}" for each in self.ranks.values())
+        held = " and ".join(
+            f"ranks {_listed(each)}" if len(each) > 1 else f"rank {each[0]}" for each in self.ranks.values()
+        )
         return f"step {self.step}: {held} hold different numbers in {self.tensor}"
 
 
