@@ -13,8 +13,8 @@ Hashing: from the save to the commit, and to the end of retention, which reads b
 replaced in steadfast.checkpoint.catalog, which takes it of what it writes and reads back. So until the commit the ratio
 is of one hash, until the end of retention of two.
 
-Comparing: two ranks of ddp save at once, with and without the comparison of their states. The time is that of the slower
-one, from a barrier to a barrier: the next step cannot end before.
+Comparing: two ranks of ddp save at once, with and without the comparison of their states. The time is that of the
+slower one, from a barrier to a barrier: the next step cannot end before.
 """
 
 import argparse
