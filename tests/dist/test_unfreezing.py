@@ -64,11 +64,14 @@ def frozen_net() -> nn.Sequential:
 
 
 class Gradual:
-    """Unfreezes one layer after another, each once, as ULMFiT does."""
+    """Unfreezes one layer after another, as ULMFiT does, and freezes the head for some steps; each change comes once."""
+
+    _CHANGES = {2: (2, True), 4: (4, False), 6: (0, True), 10: (4, True)}
 
     def on_step(self, run: Any) -> None:
-        if run.step in (2, 6):
-            run.model[{2: 2, 6: 0}[run.step]].requires_grad_(True)
+        if run.step in self._CHANGES:
+            layer, trains = self._CHANGES[run.step]
+            run.model[layer].requires_grad_(trains)
 
 
 class Alternating:
