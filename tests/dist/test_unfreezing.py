@@ -64,13 +64,12 @@ def frozen_net() -> nn.Sequential:
 
 
 class Gradual:
-    """Unfreezes one layer after another, as ULMFiT does, and freezes the head for some steps; each change comes once."""
-
-    _CHANGES = {2: (2, True), 4: (4, False), 6: (0, True), 10: (4, True)}
+    """Unfreezes one layer after another, as ULMFiT does, and freezes the head for some steps; all in `on_step` alone."""
 
     def on_step(self, run: Any) -> None:
-        if run.step in self._CHANGES:
-            layer, trains = self._CHANGES[run.step]
+        changes = {2: (2, True), 4: (4, False), 6: (0, True), 10: (4, True)}
+        if run.step in changes:
+            layer, trains = changes[run.step]
             run.model[layer].requires_grad_(trains)
 
 
