@@ -64,7 +64,7 @@ def frozen_net() -> nn.Sequential:
 
 
 class Gradual:
-    """Unfreezes one layer after another, as ULMFiT does, and freezes the head for some steps; all in `on_step` alone."""
+    """Unfreezes one layer after another, as ULMFiT does, and freezes the head for some steps, in `on_step` alone."""
 
     def on_step(self, run: Any) -> None:
         changes = {2: (2, True), 4: (4, False), 6: (0, True), 10: (4, True)}
