@@ -177,13 +177,13 @@ def comparing(options: argparse.Namespace, folder: Path) -> str:
     with Gang(2) as gang:
         for attempt, (name, model) in enumerate(MODELS.items(), 1):
             num_pairs = options.pairs if attempt == 1 else options.pairs_100m
-            (num_bytes, seconds), _ = gang.run(_save_in_turns, attempt, model, str(folder / name), num_pairs)
+            (num_bytes, seconds), _ = gang.run(_save_in_turns, attempt, model, folder / name, num_pairs)
             rows.append([name, f"{num_bytes / 1e6:.0f} MB", *compare_sides(seconds, 1, COMPARING_LIMIT)])
     return f"{table(rows)}\n{options.pairs} pairs; verdict: the interval reaches down to {COMPARING_LIMIT:g}"
 
 
 def _save_in_turns(
-    member: Member, attempt: int, model: dict[str, Any], folder: str, num_pairs: int
+    member: Member, attempt: int, model: dict[str, Any], folder: Path, num_pairs: int
 ) -> tuple[int, dict[str, list[float]]]:
     """Return the bytes of a state, and the seconds for which its saves block the slower of two ranks."""
     world = form_world(member.store, WorldRank(member.number, 2, attempt), WorkerProcess(torch.device("cpu")))

@@ -54,8 +54,11 @@ class Compares(Storage):
 
     def __init__(self, agrees: Callable[[PendingWrite], bool]) -> None:
         super().__init__()
-        self.agree = agrees
+        self.agrees = agrees
         self.go.release()
+
+    def agree(self, pending: PendingWrite) -> bool:
+        return self.agrees(pending)
 
 
 class Writes(Storage):
