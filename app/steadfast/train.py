@@ -3,6 +3,7 @@
 from functools import partial
 
 from steadfast.balance.shares import build_balance
+from steadfast.checkpoint.agreement import Agreement
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.restore import restore
@@ -49,7 +50,10 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     timer.mark("built")
 
     # Restore the newest of a survivor's state, a copy in memory, a checkpoint and step 0, the same on every rank.
-    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots)
+    # A hook may have unfrozen parameters before, which a model that is built anew does not train.
+    extend = partial(worker.train_as_stored, state=state, parallel=parallel) if worker.has_own_hooks else None
+    restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, extend)
+    worker.restore_requires_grad()
     world.progress.resume(restored.step)
     checkpoints.reserve(state)
 
@@ -87,6 +91,8 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     def validate(step: int) -> None:
         recorder.validation(step, validator.run(step, model))
 
+    agreement = Agreement(checkpoints, worker.writer, directory, runtime)
+
     def save(step: int, ending: Outcome | None = None) -> None:
         # The last message shows whether this state is finite. A state that is not must not become a checkpoint.
         recorder.commit(guard.accept(control.drain()))
@@ -94,6 +100,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
         metrics = validator.metrics_of(step)
         if not checkpoints.has(step, metrics):
             worker.hooks.on_checkpoint(step)
+        agreement.check(step, worker.current(state), at_end=ending is not None)
         checkpoints.save(step, worker.current(state), metrics, ending, config.recovery.wait_s)
         recorder.checkpoints(checkpoints.news())
 
@@ -113,10 +120,11 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     if step and not worker.at_end and saving.due(step) and checkpoints.lacks(step, validator.metrics_of(step)):
         save(step)
     while not (worker.at_end or control.ending):
+        worker.follow_requires_grad(worker.step + 1, state, parallel, world)
         result = stepper.step(worker.step + 1, batches)
         worker.advance_to(result.step)
         recorder.ran(result)
-        requests = periodic.requests(probes.signals(runtime.signals()))
+        requests = periodic.requests(agreement.signals(probes.signals(runtime.signals())))
         recorder.commit(guard.accept(control.exchange(result, requests)))
         periodic.run(worker.step, control)
         recorder.checkpoints(checkpoints.news())

@@ -7,7 +7,7 @@ import torch
 
 from steadfast.config import Config
 from steadfast.errors import as_exception
-from steadfast.guards.corruption import Corrupted
+from steadfast.guards.corruption import NO_RANK, Corrupted
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import arrange
 from steadfast.rescue import Rescue, announce_end
@@ -70,8 +70,8 @@ def train_in_worlds(runtime: Runtime, worker: WorkerState, directory: RunDirecto
             step = worker.step
             # The rank that computes wrongly may pass its state to nobody. `forget` also forgets the step, which is
             # therefore read before.
-            if isinstance(error, Corrupted) and error.rank == world.rank:
-                worker.forget()
+            if isinstance(error, Corrupted) and error.rank in (world.rank, NO_RANK):
+                worker.forget(copies=error.rank == NO_RANK)
             # The abort informs the other ranks of the failure, so it follows once the reason is recorded.
             try:
                 if history := write_memory_history(config.profile, directory, world, runtime.device, error):

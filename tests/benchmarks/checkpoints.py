@@ -12,6 +12,9 @@ checkpoint of a process, `steady` any other.
 Hashing: from the save to the commit, and to the end of retention, which reads back what was written. Without: sha256 is
 replaced in steadfast.checkpoint.catalog, which takes it of what it writes and reads back. So until the commit the ratio
 is of one hash, until the end of retention of two.
+
+Comparing: two ranks of ddp save at once, with and without the comparison of their states. The time is that of the
+slower one, from a barrier to a barrier: the next step cannot end before.
 """
 
 import argparse
@@ -27,16 +30,29 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from steadfast.checkpoint import catalog
+from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.durable import Checkpoints, Fingerprints
+from steadfast.checkpoint.writer import Writer
+from steadfast.config import DdpConfig
+from steadfast.parallel.precision import Precision
+from steadfast.parallel.replicated import ReplicatedParallelism
 from steadfast.run.directory import RunDirectory
+from steadfast.storage import LocalStore
+from steadfast.world.groups import WorldRank
+from steadfast.world.runtime import WorkerProcess, form_world
 from tests.benchmarks.commands import app_under_torchrun, parser_of_pairs, write_config
 from tests.benchmarks.savers import Ours, Training, run_in_ray_train
 from tests.benchmarks.speed import CASES, Case, app_sections, take_turns
 from tests.benchmarks.statistics import compare_sides, paired_ratio, table, verdict
 from tests.benchmarks.turns import read_text
 from tests.support.events import event_lines
+from tests.support.gang import Gang, Member
 
-RATE_LIMIT, BLOCKED_LIMIT, HASHING_LIMIT = 0.965, 0.1, 1.1
+RATE_LIMIT, BLOCKED_LIMIT, HASHING_LIMIT, COMPARING_LIMIT = 0.965, 0.1, 1.1, 1.05
 SMALL = CASES["10m"]
 MODELS = {
     "gpt 10M": SMALL.model,
@@ -156,10 +172,49 @@ def _without_sha256() -> Iterator[None]:
         yield
 
 
+def comparing(options: argparse.Namespace, folder: Path) -> str:
+    rows = [["model", "state", "with ms", "without ms", "ratio [95 %]", "A/A [95 %]", "verdict"]]
+    with Gang(2) as gang:
+        for attempt, (name, model) in enumerate(MODELS.items(), 1):
+            num_pairs = options.pairs if attempt == 1 else options.pairs_100m
+            (num_bytes, seconds), _ = gang.run(_save_in_turns, attempt, model, folder / name, num_pairs)
+            rows.append([name, f"{num_bytes / 1e6:.0f} MB", *compare_sides(seconds, 1, COMPARING_LIMIT)])
+    return f"{table(rows)}\n{options.pairs} pairs; verdict: the interval reaches down to {COMPARING_LIMIT:g}"
+
+
+def _save_in_turns(
+    member: Member, attempt: int, model: dict[str, Any], folder: Path, num_pairs: int
+) -> tuple[int, dict[str, list[float]]]:
+    """Return the bytes of a state, and the seconds for which its saves block the slower of two ranks."""
+    world = form_world(member.store, WorldRank(member.number, 2, attempt), WorkerProcess(torch.device("cpu")))
+    torch.manual_seed(0)
+    training = Training(model)
+    parallel = ReplicatedParallelism(DdpConfig(), world, Precision(torch.device("cpu")))
+    checkpoints = Checkpoints(Catalog(LocalStore(folder)), world, parallel, Writer(), Fingerprints(""))
+    sides = ["with", "without", "control"]
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    step = 0
+    for turn in range(num_pairs + 1):
+        for side in sides[:: 1 if turn % 2 else -1]:
+            step += 1
+            checkpoints.compares = side != "without"
+            dist.barrier(world.groups.control)
+            began = time.perf_counter()
+            checkpoints.save(step, training.state, {})
+            dist.barrier(world.groups.control)
+            seconds[side].append(time.perf_counter() - began)
+            checkpoints.wait_for_commit(60.0)
+            checkpoints.news()
+    dist.barrier(world.groups.control)
+    world.groups.destroy()
+    return training.num_bytes, {side: values[1:] for side, values in seconds.items()}
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Path], str]] = {
     "throughput": throughput,
     "blocked": blocked,
     "hashing": hashing,
+    "comparing": comparing,
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config
-from steadfast.guards.corruption import Corrupted
+from steadfast.guards.corruption import NO_RANK, Corrupted
 from steadfast.guards.numerics import BadStep
 from steadfast.guards.out_of_memory import OutOfMemory
 from steadfast.run.directory import RunDirectory
@@ -201,7 +201,7 @@ class DrillRuntime:
     def failed(self, step: int, error: BaseException) -> bool:
         """A bad step, or one computed wrongly, or want of memory ends an attempt as a wish to leave does: the schedule
         goes on."""
-        if isinstance(error, Corrupted):  # by the odd rank too, which has given up its state
+        if isinstance(error, Corrupted) and error.rank != NO_RANK:  # by the odd rank too, which has given up its state
             assert error.cause.startswith(f"step {step + 1}:"), f"reported after step {step}: {error.cause}"
         if isinstance(error, OutOfMemory):
             self.publish(ForwardsShrunk(step=step + 1, forward_size=error.forward_size, error=error.error))

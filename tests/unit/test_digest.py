@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from steadfast.injection.flips import flip_bit
 from steadfast.parallel import digest as module
 from steadfast.parallel.buckets import GradientBuckets
-from steadfast.parallel.digest import digest
+from steadfast.parallel.digest import digest, sum_of_bits
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
@@ -85,3 +85,16 @@ def test_that_of_buckets_is_of_all_gradients_of_a_model() -> None:
     assert int(buckets.digest()) == before
     buckets.clear()
     assert int(buckets.digest()) == zero
+
+
+@settings(max_examples=50, deadline=None)
+@given(dtype=st.sampled_from(DTYPES), size=st.integers(1, 40), start=st.integers(0, 3), bit=st.integers(0, 10**4))
+def test_the_sum_of_a_copy_s_bits_is_equal_wherever_it_lies_and_changes_with_each_bit(
+    dtype: torch.dtype, size: int, start: int, bit: int
+) -> None:
+    whole = some(start + size, dtype, seed=size)
+    there = whole[start:]  # not at a multiple of eight bytes
+    copied = there.clone()
+    assert sum_of_bits(there) == sum_of_bits(copied.view(torch.uint8)) == sum_of_bits(copied.view(1, -1))
+    flip_bit(copied, bit % size, bit)
+    assert sum_of_bits(there) != sum_of_bits(copied)

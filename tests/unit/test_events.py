@@ -46,6 +46,7 @@ TABLE: list[Event] = [
         cause="step 40: rank 1 (host gpu-7, NVIDIA A100) computes wrongly: of microbatch 3 it came to another gradient",
     ),
     events.Corruption(step=40, microbatch=3, digests={"0": ("1", "1"), "1": ("2", "2")}, cause="step 40: ..."),
+    events.RanksDiffer(step=40, tensor="model.head.weight", ranks={"00ff": (0, 2), "00fe": (1,)}),
     events.FaultInjected(kind="nan_at", phase="forward", step=3, rank=1),
     events.Finished(summary={"status": "finished", "step": 20, "metrics": {"loss": 2.0}}),
     events.Finished(summary={"status": "stopped", "step": 20, "metrics": {}}, sample="to be"),

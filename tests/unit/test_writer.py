@@ -19,10 +19,15 @@ LONG_S = 10.0
 class Storage:
     """Writes when it is told to: `begun` says what it is at. `write` is the test's own part in it."""
 
+    compares = False
+
     def __init__(self, refuses: int = 0, write: Callable[[PendingWrite], object] = PendingWrite.check) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.refuses, self.write = refuses, write
         self.done: list[int] = []
+
+    def agree(self, pending: PendingWrite) -> bool:
+        raise NotImplementedError
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         self.begun.release()
@@ -40,6 +45,20 @@ class Storage:
 
     def finish(self, pending: PendingWrite, manifest: Manifest) -> Event:
         return Checkpoint(step=pending.step, path="", seconds=0.0, blocked_s=0.0, bytes=0)
+
+
+class Compares(Storage):
+    """Storage for states that the ranks compare, as `agrees` says."""
+
+    compares = True
+
+    def __init__(self, agrees: Callable[[PendingWrite], bool]) -> None:
+        super().__init__()
+        self.agrees = agrees
+        self.go.release()
+
+    def agree(self, pending: PendingWrite) -> bool:
+        return self.agrees(pending)
 
 
 def shards(value: float) -> list[Shard]:
@@ -183,3 +202,29 @@ def test_what_is_not_storage_s_is_raised() -> None:
     storage.go.release()
     with pytest.raises(ZeroDivisionError):
         writer.wait(nothing, LONG_S)
+
+
+def test_a_state_is_committed_only_once_the_ranks_agree() -> None:
+    """One that differs is dropped and told of; one that was not compared in its attempt is dropped with it."""
+    writer, asked, go = Writer(), threading.Event(), threading.Event()
+    agreeing, differing = Compares(lambda pending: True), Compares(lambda pending: False)
+
+    def ask(pending: PendingWrite) -> bool:
+        asked.set()
+        return go.wait(LONG_S)
+
+    put(writer, agreeing, 1)
+    assert writer.wait(nothing, LONG_S)
+    assert (agreeing.done, writer.differs) == ([1], False)
+    put(writer, differing, 2)
+    assert writer.wait(nothing, LONG_S)
+    assert (differing.done, writer.differs, writer.committed) == ([], True, 1)
+    put(writer, late := Compares(ask), 3)
+    assert asked.wait(LONG_S)
+    writer.begin_attempt(2, frozenset(), commits_alone=True)
+    assert not writer.differs
+    go.set()
+    put(writer, agreeing, 4)
+    agreeing.go.release()
+    assert writer.wait(nothing, LONG_S)
+    assert (late.done, agreeing.done) == ([], [1, 4])

@@ -6,15 +6,17 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 
 from steadfast.checkpoint.catalog import Catalog, Damaged, of_attempt, skipped_up_to
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.shards import (
     load_shards,
+    names_in,
     optional_for,
     read_header,
     shards_of,
@@ -26,10 +28,12 @@ from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Write
 from steadfast.data.fingerprint import is_same_data
 from steadfast.errors import StorageError
 from steadfast.parallel import Parallel
+from steadfast.parallel.digest import sum_of_bits
 from steadfast.run import events
 from steadfast.run.owner import read_owner
 from steadfast.storage import Read
 from steadfast.world.control import any_rank, gather_numbers, gather_objects
+from steadfast.world.hardware import kind_of
 from steadfast.world.runtime import Outcome, World
 
 _POLL_S = 0.05
@@ -37,6 +41,7 @@ _POLL_S = 0.05
 _FILE = "checkpoint/{}/file/{}"  # the rank's file and its digest
 _READ = "checkpoint/{}/read/{}"  # what is wrong with the file that the rank has read back, "" if nothing is
 _DONE = "checkpoint/{}/done"  # the leader has committed the step
+_DIGESTS = "digests/{1}"  # of a rank alone: the newest step, kind of processor and digests of tensors
 
 
 class Stored(NamedTuple):
@@ -71,6 +76,8 @@ class Checkpoints:
         # Under DDP every rank holds the whole state, and the leader writes it alone, without waiting for other ranks.
         self.replicated = parallel.survivors_hold_all
         self._writes = parallel.writes(world)
+        self.compares = world.replicate > 1
+        self._kind = kind_of(world.groups.device) if self.compares else ""
         self._command = self._owning_command() if world.leader else ""
         writer.begin_attempt(world.attempt, world.amendments.skip, commits_alone=self.replicated and world.leader)
 
@@ -150,6 +157,10 @@ class Checkpoints:
             return manifest
         return None
 
+    def names(self, manifest: Manifest) -> set[str]:
+        """Return the names of all tensors in a checkpoint. A collective."""
+        return names_in(map(read_header, self._with_headers(self._catalog.readers(manifest))))
+
     def load(self, manifest: Manifest, state: State) -> None:
         """Fill this rank's part of `state`. A collective if the state is sharded.
 
@@ -219,6 +230,11 @@ class Checkpoints:
         self._newest, self._measured = step, set(metrics)
         if self._writes:
             self.stage(step, state, metrics)
+        elif self.compares:
+            shards = shards_to_write(state, self.world)
+            digests = digests_of((shard.name, shard.tensor) for shard in shards)
+            with contextlib.suppress(Dropped):  # training notices by itself that the attempt has ended
+                self._tell(_DIGESTS, step, json.dumps([step, self._kind, list(digests.values())]))
 
     def stage(self, step: int, state: State, metrics: dict[str, float]) -> None:
         """Copy the state and start its write, without a collective.
@@ -227,6 +243,28 @@ class Checkpoints:
         """
         shards = shards_to_write(state, self.world)
         self._writer.put(step, shards, metrics, self)
+
+    def differing(self, state: State) -> tuple[str, dict[str, tuple[int, ...]]] | None:
+        """Return a tensor that ranks hold differently, and the ranks by its digest. A collective.
+
+        The result is None if all ranks that hold the same tensors on processors of the same kind hold equal ones.
+        """
+        world = self.world
+        own = self._kind, digests_of((shard.name, shard.tensor) for shard in shards_to_write(state, world))
+        found = [own] * world.size
+        dist.all_gather_object(found, own, group=world.groups.control)
+        peers: dict[tuple[int, str], list[int]] = {}  # by their part of the model and the kind of their processor
+        for rank, (kind, _) in enumerate(found):
+            peers.setdefault((rank % world.replica_size, kind), []).append(rank)
+        for ranks in peers.values():
+            for name in found[ranks[0]][1]:
+                by_digest: dict[str, tuple[int, ...]] = {}
+                for rank in ranks:
+                    digest = f"{found[rank][1].get(name, 0) % 2**64:016x}"
+                    by_digest[digest] = (*by_digest.get(digest, ()), rank)
+                if len(by_digest) > 1:
+                    return name, by_digest
+        return None
 
     def reserve(self, state: State) -> None:
         """Allocate the host memory of checkpoints, on another thread.
@@ -250,6 +288,22 @@ class Checkpoints:
 
     # The writer's thread calls the following public methods, in this order, and repeats them if storage refuses. So
     # they must not change `self`.
+
+    def agree(self, pending: PendingWrite) -> bool:
+        """Return whether the other ranks that hold the same tensors hold equal ones."""
+        world = self.world
+        ranks = range(world.rank + world.replica_size, world.size, world.replica_size)
+        keys = [_DIGESTS.format(pending.step, rank) for rank in ranks]
+        own = list(digests_of(pending.buffer.copies()).values())
+        while True:
+            told = [json.loads(each) for each in self._ask(keys, pending)]
+            if all(step == pending.step for step, _, _ in told):
+                # Processors of other kinds round differently.
+                return all(digests == own for _, kind, digests in told if kind == self._kind)
+            if any(step > pending.step for step, _, _ in told):
+                raise Dropped  # this rank is about to copy a newer state
+            pending.check()
+            time.sleep(_POLL_S)
 
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]:
         """Write this rank's file, and return its name and digest."""
@@ -378,6 +432,12 @@ class Checkpoints:
         for why in self._ask([_READ.format(pending.step, rank) for rank in range(1, num_ranks)], pending):
             if why:
                 raise Damaged(why.decode())
+
+
+def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return a digest of each tensor in the order of names, except those of hooks."""
+    # Hooks may keep a state of their own on each rank.
+    return {name: sum_of_bits(tensor) for name, tensor in sorted(tensors) if not name.startswith("hooks.")}
 
 
 def age_s(manifest: Manifest) -> float:

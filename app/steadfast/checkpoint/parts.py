@@ -36,6 +36,7 @@ class Parts(Checkpoints):
     def begin(self, command: str) -> None:
         """Check that the command with this token owns the run. Raises Superseded."""
         self._command = command
+        self.compares = False  # the other ranks may be gone
         self._check_owner(self._newest, self.world.attempt)
 
     def save_part(self, step: int, state: State, limit_s: float, at_once: bool, others_follow: bool) -> bool:

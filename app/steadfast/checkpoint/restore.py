@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -29,20 +29,32 @@ class Restored:
 
 
 def restore(
-    state: State, held: HeldState, load_initial: Callable[[], None], checkpoints: Checkpoints, snapshots: Snapshots
+    state: State,
+    held: HeldState,
+    load_initial: Callable[[], None],
+    checkpoints: Checkpoints,
+    snapshots: Snapshots,
+    extend: Callable[[Collection[str]], None] | None = None,
 ) -> Restored:
     """Fill every rank with the newest complete state, in place. A collective.
 
     Args:
         load_initial: completes the initial state with weights from a file; called if there is no other state.
+        extend: adds tensors to `state` that only the stored state has, given by the names of the latter's tensors; None
+            if there are none.
     """
-    restored = _restore(state, held, load_initial, checkpoints, snapshots)
+    restored = _restore(state, held, load_initial, checkpoints, snapshots, extend)
     held.fill(restored.step)
     return restored
 
 
 def _restore(
-    state: State, held: HeldState, load_initial: Callable[[], None], checkpoints: Checkpoints, snapshots: Snapshots
+    state: State,
+    held: HeldState,
+    load_initial: Callable[[], None],
+    checkpoints: Checkpoints,
+    snapshots: Snapshots,
+    extend: Callable[[Collection[str]], None] | None,
 ) -> Restored:
     # Candidates are the states of living workers, snapshots, the newest intact checkpoint, and step 0.
     world = checkpoints.world
@@ -55,6 +67,10 @@ def _restore(
     # storage need not be read.
     if newest > 0:
         peers = living[world.part :: world.replica_size]  # the ranks that hold the same part
+        if extend is not None and min(living) != newest:
+            names = [list(flatten(state))]
+            dist.broadcast_object_list(names, src=living.index(newest), group=groups.control)
+            extend(names[0])
         if min(peers) != newest:
             _overwrite(state, held, newest, peers.index(newest), groups)
         return Restored(newest, f"rank {living.index(newest)}")
@@ -63,6 +79,8 @@ def _restore(
         stored = checkpoints.newest()
         if copied.step >= stored.step:
             held.begin_overwriting()
+            if extend is not None:
+                extend(snapshots.names(copied))
             snapshots.load(copied, state)
             return Restored(copied.step, "snapshot", age_s=stored.age_s)
     found, damaged = checkpoints.find()
@@ -73,6 +91,8 @@ def _restore(
         else:
             load_initial()
         return Restored(0, "start", damaged)
+    if extend is not None:
+        extend(checkpoints.names(found))
     # Every rank reads its own shards. A replicated state is read by one rank, which broadcasts it.
     if not checkpoints.replicated or world.leader:
         held.begin_overwriting()

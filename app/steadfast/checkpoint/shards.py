@@ -85,7 +85,7 @@ def _shard(name: str, tensor: Any) -> Shard:
 
 
 # A resume may add or remove hooks and change the precision, so these tensors may be missing or superfluous.
-_OPTIONAL = ("hooks.", "precision.")
+_OPTIONAL = ("hooks.", "precision.", "requires_grad.")
 
 
 def optional_for(shards: Iterable[Shard]) -> tuple[str, ...]:
@@ -105,6 +105,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self.num_bytes = 0  # of the file
+        self._layout: FileLayout
         self._memory = torch.empty(0, dtype=torch.uint8)
         # `reserve` runs in a thread of its own, and may still allocate when the first `fill` comes.
         self._lock = threading.Lock()
@@ -123,9 +124,17 @@ class StagingBuffer:
         layout = FileLayout.of(shards)
         with self._lock:
             self.num_bytes = layout.num_bytes
+            self._layout = layout
             if len(self._memory) < layout.num_bytes:
                 self._allocate(layout)
             layout.fill(self._memory)
+
+    def copies(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and the copied bytes of each shard."""
+        start = len(self._layout.header)
+        for shard in self._layout.shards:
+            yield shard.name, self._memory[start : start + shard.tensor.nbytes]
+            start += shard.tensor.nbytes
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield the file in chunks of a few megabytes."""
@@ -197,6 +206,10 @@ class FileLayout:
 def reader_of(file: Tensor) -> Read:
     data = memoryview(file.numpy().data)
     return lambda start, num_bytes: bytes(data[start : start + num_bytes])
+
+
+def _reader_of_bytes(data: bytes) -> Read:
+    return lambda start, num_bytes: data[start : start + num_bytes]
 
 
 def read_header(read: Read) -> bytes:
@@ -326,6 +339,14 @@ def header_of(file: Tensor) -> bytes:
     return bytes(data[: 8 + int.from_bytes(data[:8], "little")])
 
 
+def names_in(headers: Iterable[bytes]) -> set[str]:
+    """Return the names of all shards in the files with these headers."""
+    names: set[str] = set()
+    for header in headers:
+        names.update(shard.name for shard, _ in _read_header(_reader_of_bytes(header), ""))
+    return names
+
+
 def requests_for(shards: Iterable[Shard], header: bytes) -> list[Request]:
     """Return the byte ranges that `load_shards` will read after the header.
 
@@ -334,7 +355,7 @@ def requests_for(shards: Iterable[Shard], header: bytes) -> list[Request]:
     """
     targets = {shard.name: shard for shard in shards}
     overlaps = []
-    for stored, start in _read_header(lambda start, num_bytes: header[start : start + num_bytes], ""):
+    for stored, start in _read_header(_reader_of_bytes(header), ""):
         if stored.name in targets and (overlap := _overlap(stored, start, targets[stored.name])):
             overlaps.append(overlap)
     return _requests(overlaps)

@@ -31,6 +31,7 @@ from steadfast.checkpoint.shards import (
     Shard,
     header_of,
     load_shards,
+    names_in,
     optional_for,
     reader_of,
     requests_for,
@@ -439,6 +440,12 @@ class Snapshots:
         needed = {(newest, rank) for rank in sources}
         everywhere = all(map(needed.issubset, answers))
         return Found(newest, sources, everywhere)
+
+    def names(self, found: Found) -> set[str]:
+        """Return the names of all tensors in a snapshot. A collective."""
+        own = [rank for rank, (holder, _) in found.sources.items() if holder == self._world.rank]
+        headers = self._gather([header_of(self._open(found.id, rank)) for rank in own])
+        return names_in(itertools.chain(*headers))
 
     def load(self, found: Found, state: State) -> None:
         """Fill every rank's shards from a snapshot. A collective."""

@@ -72,6 +72,23 @@ class ModelState:
             self._model.load_state_dict(current)
 
 
+class RequiresGrad:
+    """Flags of the parameters that require a gradient, which hooks may change."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._params = list(model.parameters())
+        self._flags = torch.zeros(len(self._params), dtype=torch.uint8, device=device)
+
+    def state_dict(self) -> Tensors:
+        self._flags.copy_(torch.tensor([param.requires_grad for param in self._params], dtype=torch.uint8))
+        return {"flags": self._flags}
+
+    def apply(self) -> None:
+        """Set the flags of the parameters as they were restored."""
+        for param, flag in zip(self._params, self._flags.tolist(), strict=True):
+            param.requires_grad_(bool(flag))
+
+
 class NamedOptimizer:
     """State of an optimizer by parameter name, for any parallel strategy."""
 
@@ -185,37 +202,39 @@ def app_state(parts: Mapping[str, Stateful]) -> State:
 
 
 def _materialize(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state ahead of its first step."""
-    if optimizer.state:
+    """Create the state of parameters that have none, ahead of their first step."""
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    begun = set(optimizer.state)
+    if begun.issuperset(params):
         return
     # torch creates the state in a step. Rate and gradients are zero, so the step changes no weight; what it has written
-    # into the state is zeroed afterwards.
-    rates = []
-    lent: list[Tensor] = []
+    # into the state is zeroed afterwards. Parameters with a state have no gradient, and take no part.
+    rates = [group["lr"] for group in optimizer.param_groups]
+    gradients = [parameter.grad for parameter in params]
     for group in optimizer.param_groups:
-        rates.append(group["lr"])
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            if parameter.grad is None:  # an existing gradient is zero, because no step has begun
-                parameter.grad = torch.zeros_like(parameter)
-                lent.append(parameter)
+    for parameter in params:
+        if parameter in begun:
+            parameter.grad = None
+        elif parameter.grad is None:  # an existing gradient is zero, because no step has begun
+            parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()
     except torch.OutOfMemoryError:
         raise  # too little memory is no fault of the optimizer
     except Exception as error:
         what = "the model's parameters"
-        if any(map(is_sharded, lent)):
+        if any(map(is_sharded, params)):
             what = "parameters that fsdp has sharded (take parallel.kind=ddp)"
         raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(f"optimizer {type(optimizer).__name__} cannot update {what}: {raised}") from error
-    for parameter in lent:
-        parameter.grad = None
+    for parameter, gradient in zip(params, gradients, strict=True):
+        parameter.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
         for value in state.values():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and parameter not in begun:
                 value.zero_()
 
 

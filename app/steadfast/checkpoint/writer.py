@@ -41,6 +41,7 @@ class PendingWrite:
     blocked_s: float  # how long training waited for the copy
     file: tuple[str, FileDigest] | None = None  # of this rank, once it is on storage
     dropped: bool = False
+    agreed: bool = True  # whether the other ranks that hold the same tensors are known to hold equal ones
 
     def check(self) -> None:
         """Raise Dropped if this write is no longer wanted."""
@@ -57,6 +58,9 @@ class PendingWrite:
 class Target(Protocol):
     """Carries out the steps of a checkpoint, again after an OSError."""
 
+    compares: bool  # whether `agree` comes before a commit
+
+    def agree(self, pending: PendingWrite) -> bool: ...
     def write_file(self, pending: PendingWrite, number: int) -> tuple[str, FileDigest]: ...
     def commit(self, pending: PendingWrite, attempt: int) -> Manifest | None: ...
     def finish(self, pending: PendingWrite, manifest: Manifest) -> Event: ...
@@ -68,6 +72,7 @@ class Writer:
     def __init__(self) -> None:
         self.committed = 0  # the newest step that this process knows to be committed
         self.refused = ""  # why storage refuses, if it does
+        self.differs = False  # from other ranks, a state that was to be written in this attempt
         self._attempt = 0
         self._skip: frozenset[int] = frozenset()
         self._num_files = 0
@@ -91,10 +96,14 @@ class Writer:
 
     def begin_attempt(self, attempt: int, skip: frozenset[int], commits_alone: bool) -> None:
         """Continue in another attempt, which leaves out the steps in `skip`."""
-        # A write that needs the other ranks of its attempt can never be committed. A state that may contain the update
-        # of a step left out since then is useless.
-        if not commits_alone or skip != self._skip:
+        # A write that needs the other ranks of its attempt, or that these have not compared, can never be committed. A
+        # state that may contain the update of a step left out since then is useless.
+        under_way, waiting = self._under_way, self._waiting
+        if not commits_alone or skip != self._skip or (under_way is not None and not under_way.agreed):
             self.drop()
+        elif waiting is not None and not waiting.agreed:
+            self._waiting = None
+        self.differs = False
         if skip != self._skip:
             self.committed = 0
         self._attempt = attempt
@@ -124,7 +133,8 @@ class Writer:
                 buffer = self._buffers[1]
         buffer.fill(shards)
         with self._changed:
-            self._waiting = PendingWrite(step, metrics, buffer, target, began_s, time.monotonic() - began_s)
+            blocked_s = time.monotonic() - began_s
+            self._waiting = PendingWrite(step, metrics, buffer, target, began_s, blocked_s, agreed=not target.compares)
             self._changed.notify_all()
             if not self._is_running:
                 self._is_running = True
@@ -138,6 +148,7 @@ class Writer:
                 self._under_way.dropped = True
             self._waiting = None
             self._under_way = None
+            self.differs = False
             self._changed.notify_all()
 
     def news(self) -> list[Event]:
@@ -201,6 +212,11 @@ class Writer:
                     return
 
     def _write(self, pending: PendingWrite) -> None:
+        # First of all, because later the other ranks may be gone.
+        pending.agreed = pending.agreed or pending.target.agree(pending)
+        if not pending.agreed:
+            self.differs = True
+            raise Dropped
         # If only the commit was refused, the file of the last try is still valid.
         if pending.file is None:
             self._num_files += 1

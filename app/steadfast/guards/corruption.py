@@ -10,6 +10,7 @@ from typing import NamedTuple
 from steadfast.data.order import keyed_hash
 from steadfast.plan import Microbatch, Plan
 
+NO_RANK = -1  # of all ranks none can be trusted, and none is known to be wrong
 _CHOICE = 19  # key that separates these draws from the other draws of the seed
 
 
@@ -97,7 +98,7 @@ class Corrupted(Exception):
     The exception ends the attempt on every rank, but not the run.
 
     Attributes:
-        rank: the rank that computed wrongly.
+        rank: the rank that computed wrongly; with `NO_RANK` all ranks go back to a checkpoint.
         witness: the first rank whose state can be trusted.
     """
 

@@ -37,11 +37,11 @@ class Ema:
     def on_start(self, run: HookContext) -> None:
         # True in the first attempt, and after restoring a checkpoint without averages.
         if not self._num_updates:
-            _copy(_local(run), self._local())
+            _copy(self._weights(run), self._local())
 
     @torch.no_grad()
     def on_step(self, run: HookContext) -> None:
-        self._update(self._local(), _local(run), self._num_updates)
+        self._update(self._local(), self._weights(run), self._num_updates)
         self._num_updates += 1
 
     @contextmanager
@@ -51,7 +51,7 @@ class Ema:
         The values are copied in place, because gradient buckets and shards refer to the parameters' memory.
         """
         reshard(run.model)
-        weights = _local(run)
+        weights = self._weights(run)
         own = list(map(torch.clone, weights))
         _copy(self._local(), weights)
         try:
@@ -75,9 +75,9 @@ class Ema:
         # In the order of the parameters, and each tensor once, even if it has several names.
         return list(map(local, dict.fromkeys(self._averages.values())))
 
-
-def _local(run: HookContext) -> list[Tensor]:
-    return [local(weight.detach()) for weight in run.model.parameters() if weight.requires_grad]
+    def _weights(self, run: HookContext) -> list[Tensor]:
+        # Also those that another hook has frozen since.
+        return [local(weight.detach()) for name, weight in run.model.named_parameters() if name in self._averages]
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

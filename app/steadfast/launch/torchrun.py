@@ -14,7 +14,7 @@ import torch.distributed as dist
 from steadfast.analysis.report.write import reported
 from steadfast.config import Config, ScalingConfig
 from steadfast.errors import RunConflict, SteadfastError, TrainingError
-from steadfast.guards.corruption import Corrupted
+from steadfast.guards.corruption import NO_RANK, Corrupted
 from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.guards.numerics import BadStep
 from steadfast.guards.out_of_memory import OutOfMemory
@@ -253,9 +253,10 @@ def train_here(command: Command, directory: RunDirectory, place: Place, console:
     except BadStep as error:
         raise TrainingError(str(error)) from error
     except Corrupted as error:
-        raise TrainingError(
-            f"{error}. The step was not applied: take that machine out, and give the same command again"
-        ) from error
+        todo = "The step was not applied: take that machine out, and give the same command again"
+        if error.rank == NO_RANK:
+            todo = "Give the same command again: it goes on from the newest checkpoint, on which all ranks agreed"
+        raise TrainingError(f"{error}. {todo}") from error
     finally:
         if ownership is not None:
             ownership.release()

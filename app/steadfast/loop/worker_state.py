@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,9 @@ from steadfast.checkpoint.state import (
     HeldState,
     ModelState,
     NamedOptimizer,
+    RequiresGrad,
     State,
+    Stateful,
     app_state,
     base_sha256,
     buffers_outside_state,
@@ -29,19 +32,20 @@ from steadfast.checkpoint.state import (
     newest_whole,
 )
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import Config, Every, TargetOptimizer, TensorSection
+from steadfast.config import Config, EmaConfig, Every, Target, TargetOptimizer, TensorSection
 from steadfast.data import Extent, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch
 from steadfast.data.fingerprint import fingerprint
 from steadfast.data.randomness import own_randomness
-from steadfast.errors import NotDeferrable, SteadfastError, UsageError
+from steadfast.errors import NotDeferrable, SteadfastError, TrainingError, UsageError
 from steadfast.hooks.hooks import Hooks
 from steadfast.loop.buffers import Effects, refuse_batch_statistics, refuse_running_statistics, refuse_synchronized
 from steadfast.loop.modes import prepare_for_training
 from steadfast.loop.side_effects import undone
 from steadfast.loop.trigger import Interval
-from steadfast.optim.optimizer import build_optimizer, refuse_sparse
+from steadfast.optim.optimizer import PEAK, build_optimizer, extend_optimizer, refuse_sparse
 from steadfast.optim.optimizer_trial import try_optimizer
+from steadfast.optim.own_optimizer import parameters_of
 from steadfast.parallel import Parallel
 from steadfast.parallel.activations import checkpoint_activations, refuse_parts_of_layers
 from steadfast.parallel.blocks import blocks_of, stop_caching
@@ -117,6 +121,8 @@ class WorkerState:
         self._shards_move = False  # the last world's replicas had other parts, or none of them is complete
         self._outline: Outline | None = None  # of the model, in a pipeline
         self._examined = False  # whether workers can divide the computation of a sample, see `_examine`
+        self._frozen: dict[str, nn.Parameter] = {}  # parameters that the optimizer does not update
+        self._flags: RequiresGrad | None = None  # None if the user has no hooks, or a stage may lack parameters
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
@@ -424,9 +430,12 @@ class WorkerState:
         """Return the step whose state model and optimizer hold, 0 if none."""
         return self.held.step or 0
 
-    def forget(self) -> None:
-        """Mark the held state as possibly wrong: no rank may copy this state."""
+    def forget(self, copies: bool) -> None:
+        """Mark the held state as possibly wrong, and its copies in memory: no rank may copy this state."""
         self.held.begin_overwriting()
+        if copies and self._memory is not None:
+            with contextlib.suppress(OSError):
+                self._memory.keep(())
 
     def advance_to(self, step: int) -> None:
         """Record that model and optimizer hold the state of `step`."""
@@ -451,7 +460,71 @@ class WorkerState:
         self.hooks.setup(model, self.optimizer)
         optimizer = NamedOptimizer(model, self.optimizer)
         held = self.held.model = ModelState(model, self.config.checkpoint.trainable_only)
-        return app_state({"model": held, "optimizer": optimizer, "precision": self.precision, "hooks": self.hooks})
+        parts: dict[str, Stateful] = {"model": held, "optimizer": optimizer}
+        parts |= {"precision": self.precision, "hooks": self.hooks}
+        trained = set(parameters_of(self.optimizer.param_groups))
+        self._frozen = {name: param for name, param in model.named_parameters() if param not in trained}
+        if self.has_own_hooks and not self.config.parallel.has_stages:
+            parts["requires_grad"] = self._flags = RequiresGrad(model, self.precision.device)
+        return app_state(parts)
+
+    @property
+    def has_own_hooks(self) -> bool:
+        """Return whether hooks of the user may change which parameters train."""
+        return any(isinstance(hook, Target) for hook in self.config.hooks)
+
+    def restore_requires_grad(self) -> None:
+        """Let the parameters require gradients as in the restored state."""
+        if self._flags is not None:
+            self._flags.apply()
+
+    def train_as_stored(self, stored: Collection[str], state: State, parallel: Parallel) -> None:
+        """Train the parameters of which a stored state, given by its names of tensors, has optimizer state."""
+        names = [name for name in self._frozen if any(each.startswith(f"optimizer.{name}.") for each in stored)]
+        if names:
+            self.train_also(names, state, parallel)
+
+    def follow_requires_grad(self, step: int, state: State, parallel: Parallel, world: World) -> None:
+        """Train the parameters that hooks have unfrozen, from `step` on. A collective if there are any."""
+        unfrozen = [name for name, param in self._frozen.items() if param.requires_grad]
+        if not unfrozen:
+            return
+        digest = int(hashlib.sha256(" ".join(unfrozen).encode()).hexdigest()[:15], 16)
+        if len(set(gather_numbers(digest, world.groups.control).tolist())) > 1:
+            raise TrainingError(f"before step {step} hooks of some ranks have unfrozen {unfrozen[0]}, of others not")
+        self.train_also(unfrozen, state, parallel, f" at step {step}")
+
+    def train_also(self, names: Collection[str], state: State, parallel: Parallel, when: str = "") -> None:
+        """Give frozen parameters gradients, and entries in the optimizer and in `state`.
+
+        Raises:
+            UsageError: these parameters can train only from the beginning.
+        """
+        added = [self._frozen[name] for name in names]
+        for param in added:
+            param.requires_grad_(True)
+        trained = {*parameters_of(self.optimizer.param_groups), *added}
+        why = ""
+        if self.config.checkpoint.trainable_only:
+            why = "checkpoint.trainable_only leaves it out of checkpoints"
+        elif not self.has_own_hooks:
+            why = "the task or the model has done that, which only a hook may do"
+        elif any(isinstance(hook, EmaConfig) for hook in self.config.hooks):
+            why = "the hook ema has no average of it"
+        elif any(PEAK not in group for group in self.optimizer.param_groups):
+            why = "a hook has given the optimizer a group for it, which no resume would have (use optimizer.groups)"
+        elif not parallel.train_also([param for param in self._model.parameters() if param in trained]):
+            why = f"parallel.kind={self.config.parallel.kind} (reducer=torch, pipeline) has no gradient of it"
+        if why:
+            raise UsageError(
+                f"the parameter {next(iter(names))} was frozen when the model was built, and is not{when}: {why}. "
+                "Build the model with all that will ever train unfrozen, and freeze it in a hook's on_start"
+            )
+        extend_optimizer(self.optimizer, self.config.optimizer, self._model, added)
+        optimizer = NamedOptimizer(self._model, self.optimizer).state_dict()
+        state.setdefault("optimizer", {}).update(optimizer)
+        for name in names:
+            del self._frozen[name]
 
     def last_state(self) -> State:
         """Return live references to this rank's state, even after a failure."""
@@ -465,6 +538,8 @@ class WorkerState:
         self.hooks.state_dict()
         if self.held.model is not None:
             self.held.model.refresh()
+        if self._flags is not None:
+            self._flags.state_dict()
         return state
 
     def trigger(self, name: str, every: Every | None, age_s: float = 0.0) -> Interval:

@@ -1,7 +1,7 @@
 """Optimizers, and the rescaling and clipping of gradients before an update."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from steadfast.config import (
     TargetOptimizer,
 )
 from steadfast.errors import ConfigError, Problem
-from steadfast.optim.own_optimizer import build_own, parameters_of
+from steadfast.optim.own_optimizer import begin_added, build_own, parameters_of
 from steadfast.optim.schedule import Schedule
 from steadfast.parallel.dtensor import is_sharded, is_split, local, unsharded
 from steadfast.parallel.precision import Precision
@@ -170,6 +170,34 @@ def refuse_sparse(model: nn.Module) -> None:
                 f"Build the {type(module).__name__} with sparse=False"
             )
             raise ConfigError([Problem("", "model", what)])
+
+
+def extend_optimizer(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, model: nn.Module, added: Iterable[nn.Parameter]
+) -> None:
+    """Add parameters to the groups in which a new optimizer would have them."""
+    trained = {*parameters_of(optimizer.param_groups), *added}
+    flags = {param: param.requires_grad for param in model.parameters()}
+    for param in flags:
+        param.requires_grad_(param in trained)  # also a parameter that is frozen now and was trained before
+    try:
+        wanted = build_optimizer(config, model)
+    finally:
+        for param, flag in flags.items():
+            param.requires_grad_(flag)
+    same = len(wanted.param_groups) == len(optimizer.param_groups)
+    missing = trained.difference(parameters_of(optimizer.param_groups))
+    for index, group in enumerate(wanted.param_groups):
+        own = [param for param in group["params"] if param in missing]
+        peers = [each for each in optimizer.param_groups if not set(each["params"]).isdisjoint(group["params"])]
+        if same:
+            peers = [optimizer.param_groups[index]]
+        if peers:
+            peers[0]["params"] += own
+        elif own:
+            optimizer.add_param_group({**group, "params": own})
+    if isinstance(config, TargetOptimizer):
+        begin_added(optimizer, wanted, missing)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:

@@ -1,6 +1,6 @@
 """A user's own optimizer, whose state begins as in a plain loop."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,17 @@ def build_own(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.
     """Return the user's optimizer, prepared for checkpoints before its first step."""
     optimizer = build_plain(config, params)
     if not optimizer.state:  # some constructors, such as Adagrad's, create the state themselves
-        _FirstSteps(optimizer)
+        _FirstSteps(optimizer, parameters_of(optimizer.param_groups))
     return optimizer
+
+
+def begin_added(optimizer: torch.optim.Optimizer, new: torch.optim.Optimizer, added: Collection[Tensor]) -> None:
+    """Give parameters that were added later the state with which a new optimizer begins."""
+    for param in added:
+        if param in new.state:
+            optimizer.state.setdefault(param, new.state[param])
+    if not new.state:
+        _FirstSteps(optimizer, added)
 
 
 def build_plain(config: TargetOptimizer, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -53,8 +62,8 @@ class _FirstSteps:
     in the state, which is 1 from then on, records in checkpoints whether that has happened.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._waiting: set[Tensor] = set(parameters_of(optimizer.param_groups))
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
+        self._waiting: set[Tensor] = set(params)
         self._beginning: dict[Tensor, dict[str, Any]] = {}  # states of parameters in their first step
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)

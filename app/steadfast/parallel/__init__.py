@@ -62,6 +62,10 @@ class Parallel(Protocol):
         """Return the context of a microbatch, whose gradients are summed if `last`."""
         ...
 
+    def train_also(self, trained: list[nn.Parameter]) -> bool:
+        """Train all of these from now on, some of them frozen so far; return whether that is possible."""
+        ...
+
     def store_gradients(self) -> None:
         """Store the sum over ranks in the parameters' gradients, after a wait."""
         ...

@@ -121,8 +121,9 @@ class FixedPointSum:
 
     def __init__(self, fixed_point: FixedPoint) -> None:
         self._fixed_point = fixed_point
-        self._totals: dict[Bucket, Tensor] = {}  # sums of the fixed-point format, followed by the flags
-        self._begun: set[Bucket] = set()  # buckets with a term of this step
+        # Sums of the fixed-point format, followed by the flags; those of former buckets are freed.
+        self._totals: weakref.WeakKeyDictionary[Bucket, Tensor] = weakref.WeakKeyDictionary()
+        self._begun: weakref.WeakSet[Bucket] = weakref.WeakSet()  # buckets with a term of this step
 
     def begin(self) -> None:
         self._fixed_point.begin()
@@ -170,19 +171,30 @@ class GradientBuckets:
         self._armed = False
         self._last = False  # the current backward is the last one of the step
         self._held = False  # gradients stay in the buckets
+        self._flats: list[Tensor] = []
+        self._flags: list[Tensor] = []
         self._reached: set[int] = set()  # ids of parameters that a backward of this step has reached
         self._missing: list[int] = []  # number of incomplete gradients, by bucket
         self._num_filled = 0
-        self._buckets = [Bucket.of(params) for params in _split(parameters, cap_bytes)]
-        self._flats: list[Tensor] = []
-        self._flags: list[Tensor] = []
+        self._cap_bytes = cap_bytes
+        self._buckets: list[Bucket] = []
+        self.lay_out(parameters)
+
+    def lay_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make buckets of these parameters, the former ones among them, between two steps."""
+        for bucket in self._buckets:
+            for param in bucket.params:
+                param.grad = None  # frees the former buckets
+        self._flats, self._flags, self._buckets = [], [], []
+        self._buckets = [Bucket.of(params) for params in _split(parameters, self._cap_bytes)]
         accumulated = weak_hook(self._accumulated)
         for index, bucket in enumerate(self._buckets):
             self._flats.append(bucket.flat)
             self._flags.append(bucket.used)
             for param in bucket.params:
+                if id(param) not in self._bucket_of:
+                    param.register_post_accumulate_grad_hook(accumulated)
                 self._bucket_of[id(param)] = index
-                param.register_post_accumulate_grad_hook(accumulated)
         self.clear()
 
     @classmethod

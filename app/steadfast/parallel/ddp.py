@@ -95,6 +95,9 @@ class TorchDistributedDataParallelism:
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         return
 
+    def train_also(self, trained: list[nn.Parameter]) -> bool:
+        return False
+
     def store_gradients(self) -> None:
         return
 

@@ -205,6 +205,9 @@ class FullyShardedDataParallelism:
                 unit.unshard()
                 unit.reshard()
 
+    def train_also(self, trained: list[nn.Parameter]) -> bool:
+        return True
+
     def store_gradients(self) -> None:
         return
 
@@ -308,7 +311,7 @@ class _Usage:
         self._units = units
         self._world = world
         self._device = device
-        self._places: dict[Tensor, int] = {}  # gathered trained parameter -> index among the model's parameters
+        self._places: dict[Tensor, int] = {}  # gathered parameter -> index among the model's parameters
         self._used: set[int] = set()  # indices of the parameters that this rank has used
         self._order = 0  # hash of the units that this rank has run
         self._seen: set[nn.Module] = set()  # units that have been gathered once
@@ -406,9 +409,13 @@ class _Usage:
             return
         self._seen.add(unit)
         for place, param in enumerate(self._model.parameters()):
-            if param.requires_grad and param not in self._places and _is_gathered(param):
+            can_train = param.requires_grad or param.is_floating_point()
+            if can_train and param not in self._places and _is_gathered(param):
                 self._places[param] = place
-                param.register_post_accumulate_grad_hook(weak_hook(self._accumulated))
+                # A frozen one, too, because a hook of the user may unfreeze it; torch takes none of such a parameter.
+                trains = param.requires_grad
+                param.requires_grad_(True).register_post_accumulate_grad_hook(weak_hook(self._accumulated))
+                param.requires_grad_(trains)
 
     def _accumulated(self, param: Tensor) -> None:
         self._used.add(self._places[param])

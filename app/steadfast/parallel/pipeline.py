@@ -211,6 +211,9 @@ class PipelineParallelism(ReplicatedParallelism):
                 self._run_backward()
             self._neighbours.wait()
 
+    def train_also(self, trained: list[nn.Parameter]) -> bool:
+        return False
+
     def store_gradients(self) -> None:
         self._across.wait()
         super().store_gradients()

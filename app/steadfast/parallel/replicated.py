@@ -60,6 +60,10 @@ class ReplicatedParallelism:
     def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
         return
 
+    def train_also(self, trained: list[nn.Parameter]) -> bool:
+        self._buckets.lay_out(trained)
+        return True
+
     def store_gradients(self) -> None:
         self._buckets.store()
 

@@ -830,6 +830,23 @@ class Corruption(Event):
         return f"wrong result found in {self.cause}"
 
 
+class RanksDiffer(Event):
+    """Ranks hold different numbers in a tensor that should be equal on all of them.
+
+    The run goes back to the newest checkpoint, of which the ranks held equal copies.
+    """
+
+    step: int  # step of the comparison
+    tensor: str  # first such tensor, as named in checkpoints
+    ranks: Mapping[str, tuple[int, ...]]  # ranks by the digest of what they hold, a hexadecimal number
+
+    def line(self) -> str:
+        held = " and ".join(
+            f"ranks {_listed(each)}" if len(each) > 1 else f"rank {each[0]}" for each in self.ranks.values()
+        )
+        return f"step {self.step}: {held} hold different numbers in {self.tensor}"
+
+
 class FaultInjected(Event):
     """A fault of the configuration has struck."""
 

@@ -15,6 +15,7 @@ from steadfast.run.events import (
     ForwardsShrunk,
     Preemption,
     ProcessRestarted,
+    RanksDiffer,
     Restore,
     Rollback,
     RunStarted,
@@ -104,7 +105,9 @@ class _Between:
             case RunStarted():
                 self.told.append(event)
                 self.command_s = event.time_s
-            case Failure() | ForwardsShrunk() | Preemption() | Scale() | Rollback() | ProcessRestarted():
+            case (
+                Failure() | ForwardsShrunk() | Preemption() | Scale() | Rollback() | RanksDiffer() | ProcessRestarted()
+            ):
                 self.told.append(event)
                 self.reported = self.reported or (isinstance(event, Failure) and event.fatal)
 
@@ -201,7 +204,7 @@ def _in_words(event: Event, reported: bool) -> str:
             return f"out of memory{where}: a forward pass now takes at most {plural(event.forward_size, 'sample')}"
         case Preemption():
             return f"node {node_name(event.node)} is preempted with {plural(len(event.members), 'worker')}"
-        case Scale():
+        case Scale() | RanksDiffer():
             return event.line()
         case Rollback():
             return f"rolled back: {event.cause}"
