@@ -63,7 +63,7 @@ def test_training_steps_see_training_mode_and_validations_do_not(tmp_path: Path,
     seen = {line for line in (tmp_path / "told").read_text().splitlines() if line}
     assert [json.loads(line) for line in sorted(seen)] == [
         {"step": False, "dropout": False, "frozen": False},
-        {"step": True, "dropout": False, "frozen": False},  # the check of the task, before the first step
+        {"step": True, "dropout": False, "frozen": not frozen},  # the trial of the task, before the first step
         {"step": True, "dropout": True, "frozen": not frozen},
     ]
     notice = "these modules stay in evaluation mode: embedding"
