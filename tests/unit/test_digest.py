@@ -87,10 +87,10 @@ def test_that_of_buckets_is_of_all_gradients_of_a_model() -> None:
     assert int(buckets.digest()) == zero
 
 
-@settings(max_examples=50, deadline=None)
-@given(dtype=st.sampled_from(DTYPES), size=st.integers(1, 40), start=st.integers(0, 3), bit=st.integers(0, 10**4))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("start", "size", "bit"), [(0, 1, 0), (1, 7, 5), (3, 40, 15), (2, 9, 62)])
 def test_the_sum_of_a_copy_s_bits_is_equal_wherever_it_lies_and_changes_with_each_bit(
-    dtype: torch.dtype, size: int, start: int, bit: int
+    dtype: torch.dtype, start: int, size: int, bit: int
 ) -> None:
     whole = some(start + size, dtype, seed=size)
     there = whole[start:]  # not at a multiple of eight bytes

@@ -444,7 +444,7 @@ class Snapshots:
     def names(self, found: Found) -> set[str]:
         """Return the names of all tensors in a snapshot. A collective."""
         own = [rank for rank, (holder, _) in found.sources.items() if holder == self._world.rank]
-        headers = self._gather([header_of(self._open(found.id, rank)) for rank in own])
+        headers = gather_objects([header_of(self._open(found.id, rank)) for rank in own], self._world.groups.control)
         return names_in(itertools.chain(*headers))
 
     def load(self, found: Found, state: State) -> None:

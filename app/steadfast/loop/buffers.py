@@ -231,7 +231,7 @@ class StepBuffers:
                 restore(undo)
                 # To put back parameters that only this step has shown to change, it would need a copy of all.
                 if any(name in self._places for name in self._changed()):
-                    self._worker.forget()
+                    self._worker.forget(copies=False)
                 raise
             finally:
                 self._before = None
