@@ -8,8 +8,6 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from steadfast.config import Config, EarlyStoppingConfig, Target, TaskConfig
 from steadfast.config.load import suggestion
@@ -35,6 +33,8 @@ _NUM_SEEDS = 6  # for a random loss: in one draw of six, mixup's permutation exc
 # Difference that rounding can explain, as a share of the compared losses.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 _TF32_TOLERANCE = 2e-3
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _WHY_SUMS = (
     "So the loss follows from batch.microbatch_size, and changes where memory runs out and a microbatch runs in "
     "smaller forwards. Negatives of the batch, mixup and means over the batch are such losses. For a loss over the "
@@ -90,7 +90,7 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
 def _quiet(model: nn.Module) -> None:
     """Put layers alone into evaluation mode that draw random numbers or mix the samples of a microbatch."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd | _BatchNorm):
+        if isinstance(module, _DROPOUTS + _BATCH_NORMS):
             module.eval()
 
 
