@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -105,7 +106,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self.num_bytes = 0  # of the file
-        self._layout: FileLayout
+        self._pieces: list[tuple[str, int, int]] = []  # name, first byte and end of each shard
         self._memory = torch.empty(0, dtype=torch.uint8)
         # `reserve` runs in a thread of its own, and may still allocate when the first `fill` comes.
         self._lock = threading.Lock()
@@ -124,17 +125,16 @@ class StagingBuffer:
         layout = FileLayout.of(shards)
         with self._lock:
             self.num_bytes = layout.num_bytes
-            self._layout = layout
+            # Not the layout, whose tensors would outlive their model.
+            self._pieces = layout.pieces()
             if len(self._memory) < layout.num_bytes:
                 self._allocate(layout)
             layout.fill(self._memory)
 
     def copies(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the copied bytes of each shard."""
-        start = len(self._layout.header)
-        for shard in self._layout.shards:
-            yield shard.name, self._memory[start : start + shard.tensor.nbytes]
-            start += shard.tensor.nbytes
+        for name, start, stop in self._pieces:
+            yield name, self._memory[start:stop]
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield the file in chunks of a few megabytes."""
@@ -185,6 +185,11 @@ class FileLayout:
                 return shard.tensor.device
         return None
 
+    def pieces(self) -> list[tuple[str, int, int]]:
+        """Return the name of each shard, and where its bytes begin and end."""
+        ends = list(accumulate((shard.tensor.nbytes for shard in self.shards), initial=len(self.header)))
+        return [(shard.name, *piece) for shard, piece in zip(self.shards, pairwise(ends), strict=True)]
+
     def fill(self, memory: Tensor) -> None:
         """Write the file to the beginning of `memory`, (n,) uint8.
 
@@ -193,11 +198,9 @@ class FileLayout:
         start = len(self.header)
         # `frombuffer` warns of `bytes`, which cannot be written to.
         memory[:start] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        for shard in self.shards:
-            stop = start + shard.tensor.nbytes
-            target = memory[start:stop].view(shard.tensor.dtype).view(shard.tensor.shape)
+        for shard, (_, first, stop) in zip(self.shards, self.pieces(), strict=True):
+            target = memory[first:stop].view(shard.tensor.dtype).view(shard.tensor.shape)
             target.copy_(shard.tensor, non_blocking=True)
-            start = stop
         # One wait at the end lets the copies follow each other without the host.
         if self.device is not None:
             torch.cuda.synchronize()

@@ -58,7 +58,7 @@ class Hooks:
         self._deciding = {"on_start", *deciding} if deciding else set()
 
     @property
-    def act_on_steps(self) -> bool:
+    def acts_on_steps(self) -> bool:
         """Return whether a hook of the user's own has a method `on_step`."""
         methods = [getattr(hook, "on_step", None) for hook in self._hooks.values()]
         return any(getattr(each, "__func__", each) not in (None, Hook.on_step, Ema.on_step) for each in methods)

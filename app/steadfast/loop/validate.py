@@ -15,6 +15,7 @@ from steadfast.loop.totals import Totals, totals_of
 from steadfast.loop.trigger import Trigger
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
+from steadfast.parallel.dtensor import reshard
 from steadfast.tasks.metrics import SummedMetrics
 from steadfast.tasks.own import GlobalTask
 from steadfast.world.control import agree_on_names, means
@@ -79,6 +80,8 @@ class Validator:
         self._step = step
         self._metrics = self._measure(model)
         if self._metrics:
+            # A hook may change which parameters train, and the root module of fsdp is still gathered.
+            reshard(self._parallel.unwrap(model))
             self._worker.hooks.on_validation(step, self._metrics)
         return self._metrics
 

@@ -442,7 +442,7 @@ class WorkerState:
         self.held.complete(step)
         if step not in self.amendments.skip:
             # Gradient buckets are cleared in place, and a hook would take their zeros for the gradients of the step.
-            params = list(self._model.parameters()) if self.hooks.act_on_steps else []
+            params = list(self._model.parameters()) if self.hooks.acts_on_steps else []
             gradients = [param.grad for param in params]
             try:
                 for param in params:
