@@ -70,15 +70,14 @@ def test_layers_gathered_for_a_step_live_through_validations_and_resizes(
     check_identical(run, drill(freed, worlds=worlds, leave_after=[4, 4]))
 
 
-def test_processes_live_through_resizes_and_no_step_is_done_twice(resized: Drilled) -> None:
+def test_processes_live_through_resizes_with_replicated_state_and_with_shards_in_memory(
+    resized: Drilled, kind: str
+) -> None:
     first, second, third = resized.pids()
     assert first == third
     assert second == first[:2]
     assert [line["world_size"] for line in resized.history.lines] == [3] * 5 + [2] * 5 + [3] * 4
     assert resized.summary["lost_steps"] == 0
-
-
-def test_survivors_bring_replicated_state_along_and_leave_shards_in_memory(resized: Drilled, kind: str) -> None:
     assert resized.told("restore", "step") == [5, 10]
     if kind == "ddp":  # neither written nor read
         assert resized.told("restore", "source") == ["rank 0", "rank 0"]
@@ -108,11 +107,6 @@ def test_the_newest_state_is_taken_from_whichever_rank_has_it(tmp_path: Path) ->
     run = drill(config, worlds=[3, [2, 1], 3], leave_after=[4, 4])
     check_run(run, reference(config))
     assert run.told("restore", "source") == ["rank 0", "rank 1"]
-
-
-def test_workers_whose_ranks_change_hold_what_belongs_to_their_new_ones(tmp_path: Path, kind: str) -> None:
-    config = small(tmp_path, f"parallel.kind={kind}")
-    check_run(drill(config, worlds=[2, [1, 0], [1], [0, 1]], leave_after=[2, 2, 2]), reference(config))
 
 
 def test_any_sequence_of_worlds_will_do(tmp_path: Path, kind: str) -> None:
@@ -183,13 +177,6 @@ def test_a_checkpoint_of_one_strategy_is_restored_bit_by_bit_by_the_other(
     assert restored.told("restore", "source") == ["checkpoint"]
     assert restored.told("checkpoint", "step") == [14]
     check_identical(restored, written)
-
-
-@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp"), ("fsdp", "ddp")])
-def test_a_run_may_change_its_strategy_on_the_way(tmp_path: Path, first: str, second: str) -> None:
-    check_checkpoint(drill(small(tmp_path, f"parallel.kind={first}"), worlds=[2], stop_after=5))
-    config = small(tmp_path, f"parallel.kind={second}")
-    check_run(drill(config, worlds=[3]), reference(config))
 
 
 def test_a_run_does_not_go_on_over_other_data(tmp_path: Path) -> None:

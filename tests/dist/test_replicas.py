@@ -26,9 +26,9 @@ HSDP = ("parallel={kind: fsdp, shard_size: 2}",)
 STAGES = ("parallel={kind: pipeline, stages: 2}",)
 TENSOR = ("parallel={kind: fsdp, shard_size: 1, tensor_size: 2}", "model.attention_dropout=0")
 PARTS_IN_STAGES = ("parallel={kind: pipeline, stages: 2, tensor_size: 2}", "model.attention_dropout=0")
-KINDS = ["hsdp", "stages", "tensor"]
-OFTEN = pytest.mark.parametrize("words", [HSDP, STAGES, TENSOR], ids=KINDS)
-SELDOM = pytest.mark.parametrize("words", [HSDP, STAGES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=KINDS)
+SELDOM = pytest.mark.parametrize(
+    "words", [HSDP, STAGES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["hsdp", "stages", "tensor"]
+)
 NUM_COLLECTIVES = 150  # of some steps
 NUM_COMMUNICATORS = 3  # of a rank, or more: of the world, across replicas and within its own
 NAMES = "resized", "undisturbed"
@@ -82,11 +82,14 @@ def hold_still() -> None:
 def test_living_replicas_give_newcomers_their_state(
     worlds: list[Members], sources: list[str], words: Words, tmp_path: Path
 ) -> None:
+    """The last checkpoint is written by the first replica alone."""
     config = small(tmp_path, *words)
     run = drill(config, worlds=worlds, leave_after=[4, 4])
     check_run(run, reference(config))
     assert run.told("restore", "step") == [5, 10]
     assert run.told("restore", "source") == sources
+    (last,) = (tmp_path / config.run.name / "checkpoints").glob("step-*14")
+    assert sorted(path.name.split("-rank-")[1][:5] for path in last.glob("*.safetensors")) == ["00000", "00001"]
 
 
 @SELDOM
@@ -141,14 +144,6 @@ def takes_the_last_of_a_part(plotted: Plot, size: int) -> bool:
             if is_new and member != victim and place % size == world.index(victim) % size:
                 return True
     return False
-
-
-@OFTEN
-def test_a_checkpoint_is_written_by_the_first_replica_alone(words: Words, tmp_path: Path) -> None:
-    config = small(tmp_path, *words)
-    drill(config, worlds=[4])
-    (last,) = (tmp_path / config.run.name / "checkpoints").glob("step-*14")
-    assert sorted(path.name.split("-rank-")[1][:5] for path in last.glob("*.safetensors")) == ["00000", "00001"]
 
 
 AUTO = ("parallel={kind: fsdp, shard_size: auto}",)

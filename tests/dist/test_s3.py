@@ -83,10 +83,6 @@ def test_what_fails_now_and_then_is_tried_again(store: Store, proxy: Proxy, kind
     proxy.fault(kind, 1, "POST")
     store.delete("folder")
     assert store.list("folder") == []
-
-
-@pytest.mark.parametrize("kind", ["refuse", "drop"])
-def test_a_part_of_a_file_that_is_lost_on_its_way_is_sent_again(store: Store, proxy: Proxy, kind: FaultKind) -> None:
     for method in ("PUT", "POST"):  # a part; the beginning or the end
         proxy.fault(kind, 1, method)
     store.write("file", [LARGE[:13_000_000], LARGE[13_000_000:]])
@@ -94,17 +90,13 @@ def test_a_part_of_a_file_that_is_lost_on_its_way_is_sent_again(store: Store, pr
     assert store.read("file") == LARGE
 
 
-def test_slow_answers_are_waited_for(store: Store, proxy: Proxy) -> None:
+def test_slow_answers_are_waited_for_and_ones_that_never_come_are_asked_for_again(
+    store: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     proxy.fault("delay", 2, seconds=0.7)
     store.commit("file", b"x")
     assert store.read("file") == b"x"
-
-
-def test_an_answer_that_never_comes_is_asked_for_again(
-    store: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("steadfast.storage.arrow._IDLE_TIMEOUT_S", 1.0)
-    store.commit("file", b"x")
     for method in ("HEAD", "GET"):
         proxy.fault("delay", 1, method, seconds=60)
     bounded(lambda: store.read("file"), 20)

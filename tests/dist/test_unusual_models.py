@@ -77,12 +77,6 @@ def test_a_step_that_a_death_breaks_counts_once_in_the_statistics(tmp_path: Path
         assert each.state.digest == calm.states[each.step].digest
 
 
-@pytest.mark.parametrize("parallel", ["{reducer: steadfast}", "{reducer: torch}", "{kind: fsdp}"])
-def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path, parallel: str) -> None:
-    config = small(tmp_path, "model.target=tests.support.models:Branched", f"parallel={parallel}", "task.coupled=true")
-    check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
-
-
 def params(run: HookContext) -> dict[str, Tensor]:
     return {} if any(map(is_sharded, run.model.parameters())) else dict(run.model.named_parameters())
 
