@@ -165,6 +165,7 @@ def test_it_ends_when_the_command_ended_before_it_began(name: str) -> None:
 def test_it_ends_when_the_run_is_over_and_the_last_worker_has_gone(name: str, told_by_command: bool) -> None:
     first, second = memory_of(name), memory_of(name)
     fill(first, OLD)
+    assert len(second.stored()) == 1
     if told_by_command:
         memory_server.end_server(name)
         first.close()

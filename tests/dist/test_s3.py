@@ -93,10 +93,10 @@ def test_what_fails_now_and_then_is_tried_again(store: Store, proxy: Proxy, kind
 def test_slow_answers_are_waited_for_and_ones_that_never_come_are_asked_for_again(
     store: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("steadfast.storage.arrow._IDLE_TIMEOUT_S", 1.0)
     proxy.fault("delay", 2, seconds=0.7)
     store.commit("file", b"x")
     assert store.read("file") == b"x"
-    monkeypatch.setattr("steadfast.storage.arrow._IDLE_TIMEOUT_S", 1.0)
     for method in ("HEAD", "GET"):
         proxy.fault("delay", 1, method, seconds=60)
     bounded(lambda: store.read("file"), 20)

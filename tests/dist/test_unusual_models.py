@@ -15,7 +15,7 @@ from steadfast.data.batches import Batch
 from steadfast.hooks.hook import HookContext
 from steadfast.parallel.dtensor import is_sharded
 from steadfast.tasks import LanguageModeling, Sums
-from tests.support.claims import check_equal, check_identical, check_run
+from tests.support.claims import check_equal, check_run
 from tests.support.deaths import Plot, survive, undisturbed
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
@@ -38,11 +38,12 @@ class Pooled(Normalised):
 def test_running_statistics_are_those_of_one_process_at_any_world_size(
     tmp_path: Path, kind: str, momentum: str
 ) -> None:
-    """Each microbatch counts once in them, and nothing else does: neither warm-ups nor pads."""
+    """Each microbatch counts once in them, and nothing else does: neither warm-ups nor pads, nor a stop."""
     model = f"model.args={{momentum: {momentum}}}"
     words = [f"parallel={{kind: {kind}}}", "model.target=tests.support.models:Normalised", model, "run.epochs=3"]
     config = small(tmp_path, *words)
-    check_run(drill(config, worlds=[3, 1, 4, 2], leave_after=[2, 2, 2]), reference(config))
+    drill(config, worlds=[3, 1], leave_after=[2], stop_after=2)
+    check_run(drill(config, worlds=[4, 2], leave_after=[2]), reference(config))
 
 
 @pytest.mark.parametrize(("kind", "num_microbatches"), [("fsdp", 7), ("ddp", 2)])
@@ -54,14 +55,6 @@ def test_a_worker_without_a_microbatch_runs_what_a_model_can_take(
     size = [f"batch.global_size={4 * num_microbatches}", "batch.microbatch_size=4"]
     config = small(tmp_path, f"parallel.kind={kind}", model, *size)
     check_run(drill(config, worlds=[3, 2], leave_after=[6]), reference(config))
-
-
-def test_a_run_with_running_statistics_that_is_stopped_and_resumed_is_identical(tmp_path: Path) -> None:
-    words = ["precision.kind=fp32", "model.target=tests.support.models:Normalised", "run.steps=40"]
-    undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[2])
-    config = small(tmp_path / "stopped", *words)
-    drill(config, worlds=[2], stop_after=19)
-    check_identical(drill(config, worlds=[2]), undisturbed)
 
 
 @pytest.mark.parametrize("collective", [14, 15])
