@@ -117,7 +117,7 @@ def test_the_table_says_where_and_when_and_keeps_its_columns() -> None:
     assert table(results, {}, "cpu").startswith("**Rehearsal without a GPU")
 
 
-def test_the_command_runs_those_that_are_named_writes_the_table_and_returns_the_code(
+def test_the_command_runs_a_part_or_those_that_are_named_writes_results_and_returns_the_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--out", str(tmp_path / "new"), "--device", "cpu", "--only", "passes,skips"]
@@ -125,6 +125,11 @@ def test_the_command_runs_those_that_are_named_writes_the_table_and_returns_the_
     written = (tmp_path / "new" / "table.md").read_text()
     assert written in capsys.readouterr().out
     assert "torch 2." in written
+    drills = [fake("passes", part=1, alone=True), fake("fails", part=1), fake("skips", part=2)]
+    assert main(["--out", str(tmp_path), "--device", "cpu", "--part", "1"], drills) == 1
+    lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["state"]) for line in lines] == [("passes", "REHEARSED"), ("fails", "FAILED")]
+    capsys.readouterr()
     assert main(["--only", "passes,flies"], [fake("passes")]) == 2
     assert "flies" in capsys.readouterr().err
     assert main(["--list"], [fake("fails")]) == 0
@@ -173,20 +178,11 @@ import steadfast.launch.torchrun, steadfast.commands.train
 print([name for name in ("ray", "pyarrow", "tensorboard", "pytest", "sklearn") if name in sys.modules])
 """
     assert run_program("-c", code).strip() == "[]"
-
-
-def test_every_drill_has_a_name_of_its_own_and_is_in_the_part_of_the_one_that_it_needs() -> None:
+    # Each has a name of its own, and is in the part of the one that it needs.
     parts = {drill.name: drill.part for drill in CATALOG}
     assert len(parts) == len(CATALOG)
     assert {*parts.values()} == {1, 2}
     assert all(parts[drill.needs] == drill.part for drill in CATALOG if drill.needs)
-
-
-def test_a_part_runs_its_drills_alone_and_their_results_are_on_disk(tmp_path: Path) -> None:
-    drills = [fake("passes", part=1, alone=True), fake("fails", part=1), fake("skips", part=2)]
-    assert main(["--out", str(tmp_path), "--device", "cpu", "--part", "1"], drills) == 1
-    lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
-    assert [(line["name"], line["state"]) for line in lines] == [("passes", "REHEARSED"), ("fails", "FAILED")]
 
 
 def test_a_command_that_is_ended_leaves_results_and_logs(tmp_path: Path) -> None:

@@ -180,22 +180,20 @@ def gang() -> Iterator[Gang]:
         yield started
 
 
-def test_the_highest_step_wins(gang: Gang, tmp_path: Path) -> None:
-    answers = gang.run(meet, 1, [4, 5, NO_STATE], None, str(tmp_path))
-    assert answers == [(5, 5.0, "rank 1")] * 3
-
-
-def test_workers_that_have_only_begun_begin_at_step_0(gang: Gang, tmp_path: Path) -> None:
-    assert gang.run(meet, 2, [0, NO_STATE, 0], None, str(tmp_path)) == [(0, 0.0, "start")] * 3
-
-
-def test_one_rank_reads_what_the_run_starts_from_if_nobody_holds_it_yet(gang: Gang, tmp_path: Path) -> None:
-    assert gang.run(meet, 4, [NO_STATE] * 3, None, str(tmp_path)) == [(0, 0.5, "start")] * 3
-
-
-def test_survivors_keep_their_state_when_another_is_lost_before_it_is_overwritten(gang: Gang, tmp_path: Path) -> None:
-    answers = gang.run(meet, 3, [5, 5, 0], 2, str(tmp_path))
-    assert answers == [(5, 5.0, "lost"), (5, 5.0, "lost"), (0, 0.0, "left")]
+@pytest.mark.parametrize(
+    ("attempt", "held", "leaves", "expected"),
+    [
+        pytest.param(1, [4, 5, NO_STATE], None, [(5, 5.0, "rank 1")] * 3, id="the highest step wins"),
+        pytest.param(2, [0, NO_STATE, 0], None, [(0, 0.0, "start")] * 3, id="all have only begun"),
+        pytest.param(4, [NO_STATE] * 3, None, [(0, 0.5, "start")] * 3, id="one rank reads what the run starts from"),
+        # Survivors keep their state when another is lost before it is overwritten.
+        pytest.param(3, [5, 5, 0], 2, [(5, 5.0, "lost"), (5, 5.0, "lost"), (0, 0.0, "left")], id="one is lost"),
+    ],
+)
+def test_ranks_agree_on_the_state_to_restore(
+    gang: Gang, tmp_path: Path, attempt: int, held: list[int], leaves: int | None, expected: list[Any]
+) -> None:
+    assert gang.run(meet, attempt, held, leaves, str(tmp_path)) == expected
 
 
 WORLDS = [
