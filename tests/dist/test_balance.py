@@ -126,7 +126,6 @@ def test_shares_that_change_too_early_are_noticed(tmp_path: Path) -> None:
 
 
 HERE = "tests.dist.test_balance"
-SLOW = pytest.mark.slow
 EVEN_SAMPLES = "batch.balance=even_samples"
 
 
@@ -243,7 +242,7 @@ DRAWS = "even_samples: the model or task draws numbers from the generator of tor
     ("words", "message"),
     [
         (drawing(first=0), DRAWS),
-        pytest.param(drawing(first=30), DRAWS, marks=SLOW),
+        pytest.param(drawing(first=30), DRAWS, marks=pytest.mark.slow),
         (
             ["model.target=tests.support.models:Normalised"],
             r"its layer norm \(BatchNorm1d\) has statistics of a microbatch",

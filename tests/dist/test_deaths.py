@@ -182,12 +182,10 @@ def with_a_collective_after_the_gate() -> None:
 )
 def test_what_lets_garbage_in_is_noticed(tmp_path: Path, calm: Undisturbed, mutation: Callable[[], None]) -> None:
     """Of a few plots, at least one shows it."""
-    noticed = 0
     for seed in range(6):
         config = config_of(tmp_path / str(seed), "ddp")
         try:
             check(config, survive(config, plot(seed, NUM_COLLECTIVES["ddp"]), mutation), calm)
         except (AssertionError, MemberFailed):
-            noticed += 1
-            break
-    assert noticed
+            return
+    pytest.fail("no plot shows it")

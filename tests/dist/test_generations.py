@@ -151,12 +151,6 @@ def test_a_wish_is_heard_although_every_step_is_checkpointed(tmp_path: Path, kin
     assert run.history.last_step <= 9
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_loader_processes_do_not_change_what_is_read(tmp_path: Path, kind: str) -> None:
-    config = small(tmp_path, f"parallel.kind={kind}", "data.num_workers=2")
-    check_run(drill(config, worlds=[2, 1, 2], leave_after=[3, 3]), reference(config))
-
-
 def test_a_run_that_is_stopped_and_resumed_is_identical_to_one_that_was_not(tmp_path: Path, kind: str) -> None:
     overrides = [f"parallel.kind={kind}", "precision.kind=fp32", "run.steps=12"]
     undisturbed = drill(small(tmp_path / "undisturbed", *overrides), worlds=[3])

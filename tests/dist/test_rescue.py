@@ -228,7 +228,7 @@ def raising(phase: str, config: Config, num_forwards: int) -> list[str]:
             [index] = build_order(config.data, 61, config.run.seed).train(np.array([UNREADABLE])).tolist()
             return [f"data={{target: '{HERE}:Unreadable', args: {{index: {index}}}}}"]
         case "forward":
-            return ["faults.inject=[{kind: fail_at, step: 9, rank: 1}]"]
+            return [BUG]
         case "backward":
             return [raises(phase, 8 * num_forwards)]
         case "validation":

@@ -53,15 +53,12 @@ class TestContract(StoreContract):
     pass
 
 
-def test_large_files_read_back(store: Store) -> None:
+def test_small_files_take_one_request_and_large_ones_read_back(store: Store, proxy: Proxy) -> None:
+    store.commit("a/b/file", b"x" * 1000)
+    assert proxy.counts == {"PUT": 1}
     store.write("file", (LARGE[start : start + 7_000_000] for start in range(0, len(LARGE), 7_000_000)))
     assert store.read("file") == LARGE
     assert store.read("file", 12_000_000, 5) == LARGE[12_000_000:12_000_005]
-
-
-def test_what_is_small_takes_one_request(store: Store, proxy: Proxy) -> None:
-    store.commit("a/b/file", b"x" * 1000)
-    assert proxy.counts == {"PUT": 1}
 
 
 @pytest.mark.parametrize("kind", ["refuse", "drop"])

@@ -185,17 +185,15 @@ def be_on_a_node_of_its_own() -> None:
     socket.gethostname = lambda: name
 
 
-def test_what_is_left_on_one_node_is_written_to_storage_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("survived", [True, False])
+def test_what_is_left_on_one_node_is_written_to_storage_at_once(tmp_path: Path, survived: bool) -> None:
+    """Also where nobody is left who was on the other node."""
     config = small(tmp_path, "run.steps=24", "checkpoint.every=1000 steps")
-    drilled = drill(config, worlds=[2, 1], leave_after=[6], patch=be_on_a_node_of_its_own)
-    first, last = drilled.told("checkpoint", "step")
-    assert 6 < first <= 12
-    assert last == 24
-
-
-def test_so_it_is_where_nobody_is_left_who_was_on_the_other_node(tmp_path: Path) -> None:
-    drill(small(tmp_path, "run.steps=6"), worlds=[2], patch=be_on_a_node_of_its_own)
-    drilled = drill(small(tmp_path, "run.steps=24", "checkpoint.every=1000 steps"), worlds=[1])
-    _, first, last = drilled.told("checkpoint", "step")
+    if survived:
+        drilled = drill(config, worlds=[2, 1], leave_after=[6], patch=be_on_a_node_of_its_own)
+    else:
+        drill(small(tmp_path, "run.steps=6"), worlds=[2], patch=be_on_a_node_of_its_own)
+        drilled = drill(config, worlds=[1])
+    first, last = drilled.told("checkpoint", "step")[-2:]
     assert 6 < first <= 12
     assert last == 24
