@@ -155,9 +155,7 @@ ONE_BY_ONE = [(kind, *way) for kind in PARALLEL for way in WAYS if (kind, *way) 
 
 
 @pytest.mark.parametrize(("kind", "checkpointing", "compiled"), [*AT_ONCE, *(seldom(*row) for row in ONE_BY_ONE)])
-def test_ways_to_compute_layers_give_the_steps_of_one_process(
-    steps: Steps, kind: str, checkpointing: str, compiled: str
-) -> None:
+def test_ways_to_compute_layers_give_plain_steps(steps: Steps, kind: str, checkpointing: str, compiled: str) -> None:
     if checkpointing == "selective" and kind in ("fsdp by size", "fsdp by class"):
         pytest.skip("refused: tests/dist/test_activations.py")
     overrides = [f"parallel={PARALLEL[kind]}", f"memory.activation_checkpointing={checkpointing}"]
@@ -168,9 +166,7 @@ def test_ways_to_compute_layers_give_the_steps_of_one_process(
 
 @KINDS
 @pytest.mark.parametrize("microbatch_size", [seldom(1), 3, seldom(8)])
-def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
-    steps: Steps, kind: str, microbatch_size: int
-) -> None:
+def test_any_microbatch_size_gives_the_steps_of_one_microbatch(steps: Steps, kind: str, microbatch_size: int) -> None:
     overrides = [f"parallel={PARALLEL[kind]}", "model.dropout=0", "run.steps=5"]
     whole = small(NOWHERE, *overrides, "batch.microbatch_size=13")
     cut = small(NOWHERE, *overrides, f"batch.microbatch_size={microbatch_size}")

@@ -170,9 +170,7 @@ def test_run_with_parts_equals_one_process_when_a_worker_dies(tmp_path: Path) ->
         (["recompute.every=1 step", "run.deterministic=true"], [3, 5]),
     ],
 )
-def test_every_strategy_gives_the_result_of_one_process_with_parts(
-    tmp_path: Path, words: list[str], worlds: list[Members]
-) -> None:
+def test_every_strategy_with_parts_equals_one_process(tmp_path: Path, words: list[str], worlds: list[Members]) -> None:
     config = even_samples(tmp_path, *words)
     check_run(drill(config, worlds, leave_after=[3]), reference(config))
 

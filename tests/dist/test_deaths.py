@@ -85,9 +85,7 @@ def test_no_death_while_a_world_connects_ends_the_run(tmp_path: Path, kind: str,
         ),
     ],
 )
-def test_sharded_worlds_shrink_by_deaths_and_grow_where_storage_has_nothing(
-    tmp_path: Path, parallel: str, worlds: list[list[int]]
-) -> None:
+def test_sharded_worlds_shrink_and_grow_without_storage(tmp_path: Path, parallel: str, worlds: list[list[int]]) -> None:
     words = ["model.attention_dropout=0"] if "tensor_size" in parallel else []
     config = small(tmp_path, f"parallel={parallel}", *words, "run.steps=40", "checkpoint.every=1000 steps")
     # Parts of layers are summed in every forward, and copies in memory take some steps.

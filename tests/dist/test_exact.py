@@ -65,9 +65,7 @@ def test_every_sequence_of_worlds_gives_the_bits_of_one_worker(
     assert result_of(run) == result_of(alone)
 
 
-def test_a_run_that_is_stopped_and_resumed_by_others_has_the_same_bits(
-    tmp_path: Path, alone: Drilled, precision: str
-) -> None:
+def test_a_run_stopped_and_resumed_by_others_has_the_same_bits(tmp_path: Path, alone: Drilled, precision: str) -> None:
     config = small(tmp_path, EXACT, precision)
     drill(config, worlds=[3], stop_after=6)
     assert result_of(drill(config, worlds=[2])) == result_of(alone)

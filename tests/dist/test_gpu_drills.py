@@ -54,9 +54,7 @@ def test_each_ending_has_its_state_and_leaves_no_checkpoints(tmp_path: Path) -> 
     assert not (tmp_path / "saves" / "model.safetensors").exists()
 
 
-def test_what_needs_the_app_is_skipped_where_the_app_cannot_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_the_app_is_skipped_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "pydantic.py").write_text("raise ModuleNotFoundError('No module named pydantic', name='pydantic')")
@@ -117,9 +115,7 @@ def test_the_table_says_where_and_when_and_keeps_its_columns() -> None:
     assert table(results, {}, "cpu").startswith("**Rehearsal without a GPU")
 
 
-def test_the_command_runs_a_part_or_those_that_are_named_writes_results_and_returns_the_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_runs_a_part_or_those_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--out", str(tmp_path / "new"), "--device", "cpu", "--only", "passes,skips"]
     assert main(command, [fake("passes"), fake("fails"), fake("skips")]) == 4
     written = (tmp_path / "new" / "table.md").read_text()

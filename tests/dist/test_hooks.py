@@ -191,9 +191,7 @@ def test_the_average_is_that_of_the_weights_after_each_step_and_is_what_is_valid
         ("{kind: fsdp, shard_size: 2, cpu_offload: true}", [[0, 1], 4]),
     ],
 )
-def test_averages_of_shards_are_those_of_the_whole_and_validation_leaves_no_trace(
-    tmp_path: Path, parallel: str, worlds: list[Members]
-) -> None:
+def test_averages_of_shards_are_those_of_the_whole_model(tmp_path: Path, parallel: str, worlds: list[Members]) -> None:
     words = [EMA, "validation.every=2 steps"]
     whole = drill(small(tmp_path / "ddp", *words), worlds=[1])
     config = small(tmp_path, *words, f"parallel={parallel}")

@@ -102,9 +102,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, storage: Path, kind: str, datas
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_the_host_neither_waits_nor_passes_over_gradients_between_the_gate_and_the_next_forward(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
+def test_the_host_launches_little_after_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
     steps = launches_of(monkeypatch, tmp_path, kind, Whole(*line(120).tensors))
     assert len(steps) == NUM_STEPS - 2
     for operations in steps:
@@ -120,9 +118,7 @@ def test_the_host_neither_waits_nor_passes_over_gradients_between_the_gate_and_t
         assert len(operations) - len(launches) <= NUM_PARAMETERS + 20
 
 
-def test_a_count_that_varies_is_read_before_anything_is_launched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_count_that_varies_is_read_before_any_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for operations in launches_of(monkeypatch, tmp_path, "ddp", line(120)):
         names = [each.name for each in operations]
         assert names.count(SYNC) == 1

@@ -377,9 +377,7 @@ def copies_of(memory: SharedMemory, cuda: LikeCuda, num_bytes: int, first_step: 
 
 
 @pytest.mark.parametrize("num_parts", [(4, 3, 4), (3, 4, 3)])
-def test_pinned_memory_is_unregistered_before_it_is_unmapped(
-    name: str, cuda: LikeCuda, num_parts: tuple[int, ...]
-) -> None:
+def test_pinned_memory_is_unregistered_before_unmapping(name: str, cuda: LikeCuda, num_parts: tuple[int, ...]) -> None:
     """Worlds of other sizes cut the state into other parts, whose memory comes to lie at the same addresses."""
     memory = memory_of(name, device=DEVICE)
     for generation, parts in enumerate(num_parts):

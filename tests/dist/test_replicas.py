@@ -79,9 +79,7 @@ def hold_still() -> None:
     ids=str,
 )
 @SELDOM
-def test_living_replicas_give_newcomers_their_state(
-    worlds: list[Members], sources: list[str], words: Words, tmp_path: Path
-) -> None:
+def test_replicas_give_their_state(worlds: list[Members], sources: list[str], words: Words, tmp_path: Path) -> None:
     """The last checkpoint is written by the first replica alone."""
     config = small(tmp_path, *words)
     run = drill(config, worlds=worlds, leave_after=[4, 4])
@@ -107,31 +105,29 @@ def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(words: Wor
 @SELDOM
 def test_no_death_costs_a_step_or_leaves_garbage(seed: int, words: Words, tmp_path: Path) -> None:
     """Nothing is copied or stored meanwhile: survivors hold all, of whatever replica each is."""
-    check_deaths(tmp_path, words, seed, size=2)
+    check_deaths(tmp_path, words, plot_replicas(seed, NUM_COLLECTIVES), size=2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @SELDOM
 def test_no_death_while_replicas_connect_ends_the_run(seed: int, words: Words, tmp_path: Path) -> None:
-    config = small(tmp_path, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
     plotted = with_a_death_in_connect(plot_replicas(seed, NUM_COLLECTIVES), seed, NUM_COMMUNICATORS)
-    run = survive(config, plotted).left
-    check_weights(run, reference(config))
-    assert sorted(run.history.committed) == [*range(1, 25)]
+    check_deaths(tmp_path, words, plotted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_no_death_in_stages_of_parts_costs_a_step_or_leaves_garbage(seed: int, tmp_path: Path) -> None:
-    check_deaths(tmp_path, PARTS_IN_STAGES, seed, size=4)
+    check_deaths(tmp_path, PARTS_IN_STAGES, plot_replicas(seed, NUM_COLLECTIVES, size=4), size=4)
 
 
-def check_deaths(storage: Path, words: Words, seed: int, size: int) -> None:
+def check_deaths(storage: Path, words: Words, plotted: Plot, size: int | None = None) -> None:
+    """Claim: the result is right. With the `size` of a replica, no step is done twice."""
     config = small(storage, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
-    plotted = plot_replicas(seed, NUM_COLLECTIVES, size)
     run = survive(config, plotted).left
     check_weights(run, reference(config))
-    if not takes_the_last_of_a_part(plotted, size):
+    assert sorted(run.history.committed) == [*range(1, 25)]
+    if size and not takes_the_last_of_a_part(plotted, size):
         assert [line["step"] for line in run.history.lines] == [*range(1, 25)]
 
 

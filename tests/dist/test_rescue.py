@@ -168,9 +168,7 @@ def refuse_to_overwrite() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1, 2]])
-def test_a_checkpoint_of_that_step_stays_whole_and_so_does_one_of_each_other_rank(
-    tmp_path: Path, ranks: list[int]
-) -> None:
+def test_a_checkpoint_of_that_step_stays_whole_and_so_does_that_of_each_rank(tmp_path: Path, ranks: list[int]) -> None:
     bugs = ", ".join(f"{{kind: fail_at, step: 9, rank: {rank}}}" for rank in ranks)
     config = small(tmp_path, f"faults.inject=[{bugs}]", "checkpoint.every=8 steps", "checkpoint.keep_last=1")
     with pytest.raises(MemberFailed, match="InjectedFault") as failure:

@@ -87,9 +87,7 @@ def test_what_fails_now_and_then_is_tried_again(store: Store, proxy: Proxy, kind
     assert store.read("file") == LARGE
 
 
-def test_slow_answers_are_waited_for_and_ones_that_never_come_are_asked_for_again(
-    store: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_answers_are_awaited_or_asked_again(store: Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.storage.arrow._IDLE_TIMEOUT_S", 1.0)
     proxy.fault("delay", 2, seconds=0.7)
     store.commit("file", b"x")
@@ -235,21 +233,6 @@ def test_what_an_attempt_did_is_in_the_bucket_before_the_next_one_begins(proxy: 
     places = proxy.uri("runs-failed"), tmp_path
     in_bucket, on_disk = (drill(small(place, *words), worlds=[2, 2]).told("restore", "lost_steps") for place in places)
     assert in_bucket == on_disk == [2]
-
-
-def test_a_damaged_object_is_not_resumed_from(proxy: Proxy) -> None:
-    config = small(proxy.uri("runs-damaged"), "checkpoint.every=4 steps", "trackers=[]")
-    drill(config, worlds=[2], stop_after=6)
-    store = RunDirectory.of(config).store
-    folder = "checkpoints/step-00000007"
-    name = next(f"{folder}/{name}" for name in store.list(folder) if name.endswith("safetensors"))
-    data = bytearray(store.read(name))
-    data[-1] ^= 1
-    store.commit(name, bytes(data))
-    run = drill(config, worlds=[2])
-    assert run.told("restore", "step") == [4]
-    assert [name in error for error in run.told("checkpoint_quarantined", "error")] == [True]
-    assert store.list("checkpoints")
 
 
 def write_to_bucket(uri: str, folder: Path, kind: str) -> None:

@@ -47,9 +47,7 @@ def test_running_statistics_are_those_of_one_process_at_any_world_size(
 
 
 @pytest.mark.parametrize(("kind", "num_microbatches"), [("fsdp", 7), ("ddp", 2)])
-def test_a_worker_without_a_microbatch_runs_what_a_model_can_take(
-    tmp_path: Path, kind: str, num_microbatches: int
-) -> None:
+def test_workers_without_a_share_run_what_a_model_can_take(tmp_path: Path, kind: str, num_microbatches: int) -> None:
     """In a world of three two ranks run a pad in each step, or one rank has nothing but a pad."""
     model = "model.target=tests.dist.test_unusual_models:Pooled"
     size = [f"batch.global_size={4 * num_microbatches}", "batch.microbatch_size=4"]
