@@ -43,10 +43,7 @@ def told(run: Drilled) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "loader",
-    [
-        pytest.param(("data.num_workers=0",), marks=pytest.mark.slow),
-        ("data.num_workers=2", "data.prefetch_factor=3"),
-    ],
+    [pytest.param(("data.num_workers=0",), marks=pytest.mark.slow), ("data.num_workers=2", "data.prefetch_factor=3")],
 )
 def test_a_slow_worker_is_given_less_and_the_result_is_the_same(tmp_path: Path, loader: tuple[str, ...]) -> None:
     config = unequal(tmp_path, *loader)

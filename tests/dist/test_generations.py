@@ -124,9 +124,8 @@ def test_a_loss_that_draws_from_all_generators_draws_the_same_in_any_world(tmp_p
 @pytest.mark.parametrize("generator", ["torch", "numpy", "random"])
 def test_a_dataset_that_draws_samples_when_it_is_built_is_the_same_on_all_ranks(tmp_path: Path, generator: str) -> None:
     def config(storage: Path) -> Config:
-        parts = [
-            f"{{target: 'tests.support.small:Split', args: {{part: {part}, generator: {generator}}}" for part in (0, 1)
-        ]
+        split = "{target: 'tests.support.small:Split', args: {part: "
+        parts = [f"{split}{part}, generator: {generator}}}" for part in (0, 1)]
         return small(storage, f"data={parts[0]}, validation: {parts[1]}}}}}")
 
     alone = drill(config(tmp_path / "1"), worlds=[1])

@@ -107,8 +107,7 @@ def test_all_ranks_call_hooks_after_the_same_steps_and_their_state_goes_on_in_ev
                 harmonic = sum(1.0 / each for each in range(1, step + 1))
                 expected.append([attempt, rank, size, step, step, step / 2, pytest.approx(harmonic)])
     assert diary(tmp_path, "step") == expected
-    starts = [line[:5] for line in diary(tmp_path, "start")]
-    assert starts == [
+    assert [line[:5] for line in diary(tmp_path, "start")] == [
         [attempt, rank, size, steps[0] - 1, steps[0] - 1] for attempt, size, steps in places for rank in range(size)
     ]
     assert [line[3] for line in diary(tmp_path, "validation") if line[1] == 0] == [5, 10, 14]

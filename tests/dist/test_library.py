@@ -94,9 +94,8 @@ def test_what_cannot_be_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"order='reversed': must be"):
         steadfast.fit("ddp.yaml", words, order="reversed")  # type: ignore[arg-type]
     for wanted in ("2", "[2, 4]"):
-        with pytest.raises(
-            UsageError, match=r"scaling\.num_workers=\[?2.*, found 1: .*torchrun --nproc-per-node 2, or"
-        ):
+        said = r"scaling\.num_workers=\[?2.*, found 1: .*torchrun --nproc-per-node 2, or"
+        with pytest.raises(UsageError, match=said):
             steadfast.fit("ddp.yaml", [*words, f"scaling.num_workers={wanted}"])
     with pytest.raises(UsageError, match="overrides need a configuration file"):
         steadfast.fit(steadfast.load_config("ddp.yaml"), words)

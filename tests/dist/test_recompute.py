@@ -198,7 +198,6 @@ class Moody:
         return replace(sums, loss_sum=sums.loss_sum * self._random.uniform(0.9, 1.1))
 
 
-EVERY = "checkpoint.every=3 steps"
 HSDP = "parallel={kind: fsdp, shard_size: 2}"
 
 
@@ -240,7 +239,7 @@ class Changing:
 def changing(folder: Path, what: str, rank: int, *words: str, times: int = 1) -> Config:
     args = f"{{what: {what}, rank: {rank}, folder: '{folder}', times: {times}}}"
     hook = f"hooks=[{{target: 'tests.dist.test_recompute:Changing', args: {args}}}, {{kind: ema}}]"
-    return small(folder, "precision.kind=fp32", EVERY, hook, *words)
+    return small(folder, "precision.kind=fp32", "checkpoint.every=3 steps", hook, *words)
 
 
 @pytest.mark.parametrize(

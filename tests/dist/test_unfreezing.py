@@ -163,7 +163,6 @@ def test_an_unfreezing_that_cannot_be_carried_is_refused_by_the_name_of_the_para
 
 
 def test_ranks_that_unfreeze_different_parameters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        MemberFailed, match=r"before step 3 hooks of some ranks have unfrozen [02]\.weight, of others not"
-    ):
+    said = r"before step 3 hooks of some ranks have unfrozen [02]\.weight, of others not"
+    with pytest.raises(MemberFailed, match=said):
         drill(config_of(tmp_path, OnOneRank, ADAM), worlds=[2])

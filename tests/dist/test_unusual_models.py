@@ -266,9 +266,8 @@ def test_a_buffer_that_never_changes_is_none_that_a_pad_has_changed(tmp_path: Pa
 
 def test_layers_that_mix_the_samples_of_workers_are_refused(tmp_path: Path) -> None:
     config = small(tmp_path, "model.target=tests.dist.test_unusual_models:Mixing")
-    with pytest.raises(
-        MemberFailed, match="its layer norm is a SyncBatchNorm: it mixes one microbatch of every worker"
-    ):
+    said = "its layer norm is a SyncBatchNorm: it mixes one microbatch of every worker"
+    with pytest.raises(MemberFailed, match=said):
         drill(config, worlds=[1])
 
 
@@ -290,10 +289,7 @@ class Asked(LanguageModeling):
 
 @pytest.mark.parametrize("parallel", ["{reducer: torch}", "{reducer: steadfast}", "{kind: fsdp}"])
 def test_a_task_sees_the_attributes_of_the_plain_model(tmp_path: Path, parallel: str) -> None:
-    words = [
-        "model.target=tests.support.models:Normalised",
-        "task.target=tests.dist.test_unusual_models:Asked",
-    ]
+    words = ["model.target=tests.support.models:Normalised", f"task.target={HERE}:Asked"]
     run = drill(small(tmp_path, *words, f"parallel={parallel}", "run.steps=3"), worlds=[2])
     assert run.summary["status"] == "finished"
 

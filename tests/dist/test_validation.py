@@ -181,7 +181,6 @@ def test_metrics_with_counts_and_states_of_their_own_are_those_of_the_whole_set(
 
 
 def test_a_metric_that_would_keep_every_sample_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        MemberFailed, match=r"metric auroc, a MulticlassAUROC, keeps a state \(preds\) that is not a sum"
-    ):
+    said = r"metric auroc, a MulticlassAUROC, keeps a state \(preds\) that is not a sum"
+    with pytest.raises(MemberFailed, match=said):
         drill(_digits(tmp_path, "task.args={thresholds: null}"), worlds=[2])
