@@ -64,7 +64,7 @@ class Clip:
         logits = embeddings["scale"].mean() * image @ text.T
         targets = torch.arange(len(image))
         losses = [F.cross_entropy(each, targets, reduction="sum") for each in (logits, logits.T)]
-        return Sums(sum(losses) / 2, len(image), {"matched": (logits.argmax(-1) == targets).sum()})
+        return Sums((losses[0] + losses[1]) / 2, len(image), {"matched": (logits.argmax(-1) == targets).sum()})
 
 
 def clip(storage: Path, *words: str) -> Config:
