@@ -138,14 +138,6 @@ def test_no_rank_goes_on_before_the_size_is_on_storage(tmp_path: Path) -> None:
     assert run.summary["status"] == "finished"
 
 
-def test_a_size_holds_that_an_attempt_without_a_step_has_left(tmp_path: Path) -> None:
-    config = auto(tmp_path)
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.write_microbatch_size(2)
-    check_run(drill(config, worlds=[2], patch=never_measure), reference(small(tmp_path, "batch.microbatch_size=2")))
-
-
 def test_with_room_for_all_each_worker_of_the_largest_world_has_a_microbatch(tmp_path: Path) -> None:
     run = drill(auto(tmp_path, "run.steps=2"), worlds=[1])
     assert run.told("microbatch_chosen", "microbatch_size") == [4]  # 13 / 3, and nothing divides 13
