@@ -130,7 +130,7 @@ def bytes_received(member: Member, first: int, lost: int) -> int | None:
         return None
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
         recover(member, first + 1, [number for number in range(3) if number != lost])
-    return sum(call.args[0].numel() for call in exchange.call_args_list)
+    return int(sum(call.args[0].numel() for call in exchange.call_args_list))
 
 
 def test_a_rank_is_sent_what_its_shards_need(gang: Gang) -> None:
@@ -149,7 +149,7 @@ def count_collectives(member: Member, first: int, size: int) -> int | None:
     names = ("all_gather_object", "broadcast_object_list", "all_to_all_single", "broadcast")
     with patch.multiple(dist, **{name: Mock(side_effect=getattr(dist, name)) for name in names}):
         recover(member, first + 1, members[:-1])
-        return sum(getattr(dist, name).call_count for name in names)
+        return int(sum(getattr(dist, name).call_count for name in names))
 
 
 def test_more_files_take_no_more_collectives() -> None:
