@@ -2,11 +2,9 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from steadfast.parallel.activations import checkpoint_activations
 from tests.dist.test_models_nobody_here_wrote import CASES, some_inputs
@@ -40,12 +38,6 @@ def test_running_statistics_learn_once_from_a_microbatch(tmp_path: Path) -> None
     check_run(run, reference(small(tmp_path, *words[:1])))
 
 
-def loss_of(model: Any, kind: str) -> Tensor:
-    inputs = some_inputs(kind)
-    loss: Tensor = model(inputs, labels=inputs).loss if kind == "tokens" else model(inputs).square().mean()
-    return loss
-
-
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_models_that_nobody_here_wrote(name: str) -> None:
@@ -57,6 +49,8 @@ def test_gradients_of_models_that_nobody_here_wrote(name: str) -> None:
         for model in (plain, other):
             model.zero_grad()
             torch.manual_seed(0)  # of dropout
-            loss_of(model, case.inputs).backward()
+            inputs = some_inputs(case.inputs)
+            loss = model(inputs, labels=inputs).loss if case.inputs == "tokens" else model(inputs).square().mean()
+            loss.backward()
         for (name, ours), theirs in zip(other.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, msg=f"{how}: {name}")

@@ -1,7 +1,9 @@
 """The theorem of steadfast.plan: whoever computes what, a step is the same sum divided by the same count."""
 
 import math
+import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -103,32 +105,20 @@ def cases(draw: st.DrawFn) -> Case:
 # Compilations of layers whose parts fsdp gathers say that they break.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Slow enough for a few examples to prove the claim, and many to search for a case that nobody thought of.
-FEW, MANY = (
-    settings(max_examples=num, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    for num in (4, 16)
-)
-
 
 @KINDS_OF_ANY_CASE
-@FEW
+@settings(
+    max_examples=int(os.environ.get("SHARES_EXAMPLES", "4")),  # 16 or more to search for a case nobody thought of
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(case=cases())
 @example(case=([], (0, 7, 0)))
 @example(case=(["model.target=tests.support.models:Normalised"], (3, 0, 1, 2, 1)))
 @example(case=(["batch.global_size=1", "batch.microbatch_size=1", "data.args.masked=false"], (0, 0, 0, 0, 1)))
 def test_any_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
-    check_case(steps, kind, case)
-
-
-@pytest.mark.slow
-@KINDS_OF_ANY_CASE
-@MANY
-@given(case=cases())
-def test_any_other_shares_of_any_grid_give_the_steps_of_one_process(steps: Steps, kind: str, case: Case) -> None:
-    check_case(steps, kind, case)
-
-
-def check_case(steps: Steps, kind: str, case: Case) -> None:
     overrides, shares = case
     # These are refused.
     assume(kind not in ("stages", *WITH_PARTS) or "model.target=tests.support.models:Normalised" not in overrides)
@@ -140,6 +130,15 @@ def check_case(steps: Steps, kind: str, case: Case) -> None:
     # A whole step in which nothing counts has no mean.
     assume(all(loss is not None and math.isfinite(loss) for loss in expected.losses))
     check_steps(steps(config, shares), expected)
+
+
+LAYERS, WHOLE_HEADS = "model.num_layers=4", "model.attention_dropout=0"
+
+
+@cache
+def twenty(*words: str) -> Reference:
+    """Twenty steps of one process, as plainly as they can be done."""
+    return reference(small(NOWHERE, *words, "run.steps=20"))
 
 
 MOST_AT_ONCE = ("full", "blocks")
@@ -156,28 +155,18 @@ ONE_BY_ONE = [(kind, *way) for kind in PARALLEL for way in WAYS if (kind, *way) 
 
 
 @pytest.mark.parametrize(("kind", "checkpointing", "compiled"), [*AT_ONCE, *(seldom(*row) for row in ONE_BY_ONE)])
-def test_ways_to_compute_layers_give_the_steps_of_one_process(
-    steps: Steps, kind: str, checkpointing: str, compiled: str, twenty: Reference
-) -> None:
+def test_ways_to_compute_layers_give_plain_steps(steps: Steps, kind: str, checkpointing: str, compiled: str) -> None:
     if checkpointing == "selective" and kind in ("fsdp by size", "fsdp by class"):
         pytest.skip("refused: tests/dist/test_activations.py")
     overrides = [f"parallel={PARALLEL[kind]}", f"memory.activation_checkpointing={checkpointing}"]
     config = small(NOWHERE, *overrides, f"compile={compiled}", "run.steps=20")
     for num_workers in range(1, 5):
-        check_steps(steps(config, even_shares(7, num_workers)), twenty)
-
-
-@pytest.fixture(scope="module")
-def twenty() -> Reference:
-    """Twenty steps of one process, as plainly as they can be done."""
-    return reference(small(NOWHERE, "run.steps=20"))
+        check_steps(steps(config, even_shares(7, num_workers)), twenty())
 
 
 @KINDS
 @pytest.mark.parametrize("microbatch_size", [seldom(1), 3, seldom(8)])
-def test_without_dropout_any_microbatch_size_gives_the_steps_of_one_microbatch(
-    steps: Steps, kind: str, microbatch_size: int
-) -> None:
+def test_any_microbatch_size_gives_the_steps_of_one_microbatch(steps: Steps, kind: str, microbatch_size: int) -> None:
     overrides = [f"parallel={PARALLEL[kind]}", "model.dropout=0", "run.steps=5"]
     whole = small(NOWHERE, *overrides, "batch.microbatch_size=13")
     cut = small(NOWHERE, *overrides, f"batch.microbatch_size={microbatch_size}")
@@ -200,14 +189,6 @@ def test_a_stream_that_ends_within_a_batch_ends_in_a_shorter_one(steps: Steps, k
     check_steps(steps(config, even_shares(7, num_workers)), expected)
 
 
-LAYERS = "model.num_layers=4", "run.steps=20"
-
-
-@pytest.fixture(scope="module")
-def twenty_of_four_layers() -> Reference:
-    return reference(small(NOWHERE, *LAYERS))
-
-
 @pytest.mark.parametrize(
     ("layout", "schedule", "shares"),
     [
@@ -223,15 +204,10 @@ def twenty_of_four_layers() -> Reference:
     ],
 )
 def test_stages_and_replicas_give_the_steps_of_one_process(
-    steps: Steps, layout: str, schedule: str, shares: Shares, twenty_of_four_layers: Reference
+    steps: Steps, layout: str, schedule: str, shares: Shares
 ) -> None:
-    config = small(NOWHERE, f"parallel={{kind: pipeline, {layout}, schedule: {schedule}}}", *LAYERS)
-    check_steps(steps(config, shares), twenty_of_four_layers)
-
-
-@pytest.fixture(scope="module")
-def twenty_with_whole_heads() -> Reference:
-    return reference(small(NOWHERE, "model.attention_dropout=0", "run.steps=20"))
+    config = small(NOWHERE, f"parallel={{kind: pipeline, {layout}, schedule: {schedule}}}", LAYERS, "run.steps=20")
+    check_steps(steps(config, shares), twenty(LAYERS))
 
 
 @pytest.mark.parametrize(
@@ -245,20 +221,18 @@ def twenty_with_whole_heads() -> Reference:
     ],
 )
 def test_parts_of_layers_with_shards_and_replicas_give_the_steps_of_one_process(
-    steps: Steps, layout: str, shares: Shares, checkpointing: str, compiled: str, twenty_with_whole_heads: Reference
+    steps: Steps, layout: str, shares: Shares, checkpointing: str, compiled: str
 ) -> None:
-    words = ["model.attention_dropout=0", f"memory.activation_checkpointing={checkpointing}", f"compile={compiled}"]
+    words = [WHOLE_HEADS, f"memory.activation_checkpointing={checkpointing}", f"compile={compiled}"]
     config = small(NOWHERE, f"parallel={{kind: fsdp, tensor_size: 2, {layout}}}", *words, "run.steps=20")
-    check_steps(steps(config, shares), twenty_with_whole_heads)
+    check_steps(steps(config, shares), twenty(WHOLE_HEADS))
 
 
-PARTS_IN_STAGES = "parallel={kind: pipeline, stages: 2, tensor_size: 2}", "model.attention_dropout=0", "run.steps=20"
+PARTS_IN_STAGES = "parallel={kind: pipeline, stages: 2, tensor_size: 2}", WHOLE_HEADS, "run.steps=20"
 
 
-def test_stages_of_parts_of_layers_give_the_steps_of_one_process(
-    steps: Steps, twenty_with_whole_heads: Reference
-) -> None:
-    check_steps(steps(small(NOWHERE, *PARTS_IN_STAGES), (7,)), twenty_with_whole_heads)
+def test_stages_of_parts_of_layers_give_the_steps_of_one_process(steps: Steps) -> None:
+    check_steps(steps(small(NOWHERE, *PARTS_IN_STAGES), (7,)), twenty(WHOLE_HEADS))
 
 
 @pytest.mark.slow
@@ -272,11 +246,9 @@ def test_stages_of_parts_of_layers_give_the_steps_of_one_process(
     ],
     ids=["compiled", "recomputed", "one stage"],
 )
-def test_replicas_of_stages_of_parts_give_the_steps_of_one_process(
-    eight: Gang, words: tuple[str, ...], twenty_with_whole_heads: Reference
-) -> None:
+def test_replicas_of_stages_of_parts_give_the_steps_of_one_process(eight: Gang, words: tuple[str, ...]) -> None:
     config = small(NOWHERE, *PARTS_IN_STAGES, *words)
-    check_steps(take_steps(eight, next(EIGHT_ATTEMPTS), config, (5, 2)), twenty_with_whole_heads)
+    check_steps(take_steps(eight, next(EIGHT_ATTEMPTS), config, (5, 2)), twenty(WHOLE_HEADS))
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from tests.support.gang import MemberFailed
 from tests.support.reference import expected_ledger, reference
 from tests.support.small import CONTEXT, VOCABULARY, Tokens, small
 
+HERE = "tests.dist.test_batches"
+
 
 class NamedTokens(Tokens):
     """The same tokens, as Hugging Face's datasets hold them."""
@@ -37,13 +39,11 @@ class NamedLanguageModeling(LanguageModeling):
 
 def test_batches_of_any_shape_go_through_a_whole_run(tmp_path: Path) -> None:
     plain = drill(small(tmp_path / "plain"), worlds=[2, 3], leave_after=[4])
-    here = "tests.dist.test_batches"
-    words = [f"data.target={here}:NamedTokens", f"task.target={here}:NamedLanguageModeling"]
+    words = [f"data.target={HERE}:NamedTokens", f"task.target={HERE}:NamedLanguageModeling"]
     named = drill(small(tmp_path / "named", *words), worlds=[2, 3], leave_after=[4])
     check_identical(named, plain)
-    assert [line["samples_digest"] for line in named.history.lines] == [
-        line["samples_digest"] for line in plain.history.lines
-    ]
+    digests = [[line["samples_digest"] for line in run.history.lines] for run in (named, plain)]
+    assert digests[0] == digests[1]
 
 
 class RaggedTexts:
@@ -67,14 +67,8 @@ NAMED_MODEL = "model.target=tests.support.models:Embedded"
 
 
 def test_ragged_samples_with_a_function_that_pads_them_are_used_once_over_changes_of_the_world(tmp_path: Path) -> None:
-    here = "tests.dist.test_batches"
-    words = [
-        f"data.target={here}:RaggedTexts",
-        f"data.collate={{target: '{here}:padded'}}",
-        f"data.validation.collate={{target: '{here}:padded'}}",
-        NAMED_MODEL,
-        "run.epochs=3",
-    ]
+    words = [f"data.target={HERE}:RaggedTexts", NAMED_MODEL, "run.epochs=3"]
+    words += [f"data.{of}collate={{target: '{HERE}:padded'}}" for of in ("", "validation.")]
     config = small(tmp_path / "changing", *words)
     run = drill(config, worlds=[2, 1, 3], leave_after=[4, 4])
     check_ledger(run, expected_ledger(config))
@@ -82,10 +76,9 @@ def test_ragged_samples_with_a_function_that_pads_them_are_used_once_over_change
 
 
 def test_samples_that_validation_cannot_stack_are_told_before_the_first_step(tmp_path: Path) -> None:
-    here = "tests.dist.test_batches"
-    words = [f"data.target={here}:RaggedTexts", NAMED_MODEL]
+    words = [f"data.target={HERE}:RaggedTexts", NAMED_MODEL]
     with pytest.raises(MemberFailed, match=r"DataError: data\.validation\.collate is missing"):
-        drill(small(tmp_path, *words, f"data.collate={{target: '{here}:padded'}}"), worlds=[2])
+        drill(small(tmp_path, *words, f"data.collate={{target: '{HERE}:padded'}}"), worlds=[2])
     assert not list(tmp_path.rglob("step-*"))
 
 
@@ -100,9 +93,8 @@ def write_shards(folder: Path) -> str:
 
     streaming = pytest.importorskip("streaming", reason="needs MosaicML Streaming, which `make` installs")
     rng = np.random.default_rng(1)
-    with streaming.MDSWriter(
-        out=str(folder), columns={"tokens": "ndarray:int64", "name": "str"}, size_limit=1000
-    ) as writer:
+    columns = {"tokens": "ndarray:int64", "name": "str"}
+    with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=1000) as writer:
         for index in range(61):
             writer.write({"tokens": rng.integers(VOCABULARY, size=CONTEXT + 1), "name": f"sample {index}"})
     assert len(list(folder.glob("shard.*.mds"))) > 3
@@ -117,7 +109,7 @@ def test_shards_are_read_whole_and_once_over_changes_of_the_world(tmp_path: Path
     words = [
         "data.target=tests.examples.streaming:Shards",
         f"data.args={{local: {local}}}",
-        "task.target=tests.dist.test_batches:NextToken",
+        f"task.target={HERE}:NextToken",
         "run.epochs=3",
     ]
     config = small(tmp_path / "changing", *words)
@@ -175,9 +167,7 @@ class Mixing(nn.Module):
 def test_a_model_that_mixes_documents_is_refused(tmp_path: Path, kind: str) -> None:
     said = r"UsageError: data\.end_token: the loss of a document depends on the document before it"
     with pytest.raises(MemberFailed, match=said):
-        drill(
-            documents(tmp_path, "model={target: 'tests.dist.test_batches:Mixing'}", f"parallel.kind={kind}"), worlds=[2]
-        )
+        drill(documents(tmp_path, f"model.target={HERE}:Mixing", f"parallel.kind={kind}"), worlds=[2])
 
 
 def test_a_model_of_hugging_face_keeps_documents_apart(tmp_path: Path) -> None:

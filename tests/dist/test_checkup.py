@@ -94,13 +94,10 @@ def over(member: Member, port: int, number: int, takes_s: Callable[[int], float]
         return measure_link(RankHost("127.0.0.1", port, number, member.number, 2), CPU), largest
 
 
-def test_over_a_link_that_is_very_slow_no_large_message_is_sent(gang: Gang) -> None:
+def test_a_slow_link_is_sent_no_large_message_and_one_that_is_fast_for_small_ones_only_is_slow(gang: Gang) -> None:
     (figures, largest), *_ = gang.run(over, gang._store.port, 40, narrow)
     assert largest == 2**19  # the next size would take 14 seconds
     assert 4e5 < figures.bytes_per_s <= 625e3
-
-
-def test_a_link_that_is_fast_for_small_messages_only_is_slow(gang: Gang) -> None:
     (figures, _), *_ = gang.run(over, gang._store.port, 41, bursting)
     assert 5e6 < figures.bytes_per_s <= 1e7
 

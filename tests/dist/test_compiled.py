@@ -75,32 +75,19 @@ def test_with_dropout_and_resizes_the_result_is_that_without(tmp_path: Path, kin
     assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [GRAPHS + probed] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "ddp, reducer: torch"])
 def test_ten_more_worlds_compile_nothing_again(tmp_path: Path, kind: str) -> None:
     """With short microbatches and, under fsdp, pads in each step; and validation."""
-    words = compiling(tmp_path, f"parallel.kind={kind}", "run.steps=33", "validation.every='2 steps'")
-    worlds = [3, 2, 3, 1, 2, 3, 2, 1, 3, 2, 3]
+    words = compiling(tmp_path, f"parallel={{kind: {kind}}}", "run.steps=33", "validation.every='2 steps'")
+    worlds = [1, 2, 3, 1, 2, 3, 2, 1, 3, 2, 3]
     run = drill(small(tmp_path, *words), worlds, leave_after=[1] * 10, patch=write_no_code)
     check_run(run, reference(small(tmp_path, "run.steps=33")))
     check_nothing_is_told(run)
     written = graphs_of(tmp_path)
     assert len({line["attempt"] for lines in written.values() for line in lines}) == 11
     assert [max(line["graphs"] for line in lines) for lines in written.values()] == [GRAPHS] * 3
-
-
-def test_under_ddp_a_newcomer_has_compiled_before_it_joins(tmp_path: Path) -> None:
-    run = drill(small(tmp_path, *compiling(tmp_path)), worlds=[1, 2], leave_after=[4], patch=write_no_code)
-    check_run(run, reference(small(tmp_path)))
-    for lines in graphs_of(tmp_path).values():
-        assert {line["graphs"] for line in lines} == {GRAPHS}
-
-
-def test_under_torchs_reducer(tmp_path: Path) -> None:
-    words = compiling(tmp_path, "parallel.reducer=torch")
-    run = drill(small(tmp_path, *words), worlds=[3, 2], leave_after=[4], patch=write_no_code)
-    check_run(run, reference(small(tmp_path)))
-    check_nothing_is_told(run)
-    assert [lines[-1]["graphs"] for lines in graphs_of(tmp_path).values()] == [GRAPHS] * 3
+    if kind == "ddp":  # a newcomer has compiled before it joins
+        assert {line["graphs"] for lines in written.values() for line in lines} == {GRAPHS}
 
 
 @pytest.mark.filterwarnings("ignore")

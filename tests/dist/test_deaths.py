@@ -85,9 +85,7 @@ def test_no_death_while_a_world_connects_ends_the_run(tmp_path: Path, kind: str,
         ),
     ],
 )
-def test_sharded_worlds_shrink_by_deaths_and_grow_where_storage_has_nothing(
-    tmp_path: Path, parallel: str, worlds: list[list[int]]
-) -> None:
+def test_sharded_worlds_shrink_and_grow_without_storage(tmp_path: Path, parallel: str, worlds: list[list[int]]) -> None:
     words = ["model.attention_dropout=0"] if "tensor_size" in parallel else []
     config = small(tmp_path, f"parallel={parallel}", *words, "run.steps=40", "checkpoint.every=1000 steps")
     # Parts of layers are summed in every forward, and copies in memory take some steps.
@@ -182,12 +180,10 @@ def with_a_collective_after_the_gate() -> None:
 )
 def test_what_lets_garbage_in_is_noticed(tmp_path: Path, calm: Undisturbed, mutation: Callable[[], None]) -> None:
     """Of a few plots, at least one shows it."""
-    noticed = 0
     for seed in range(6):
         config = config_of(tmp_path / str(seed), "ddp")
         try:
             check(config, survive(config, plot(seed, NUM_COLLECTIVES["ddp"]), mutation), calm)
         except (AssertionError, MemberFailed):
-            noticed += 1
-            break
-    assert noticed
+            return
+    pytest.fail("no plot shows it")

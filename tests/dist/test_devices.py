@@ -72,9 +72,7 @@ def test_a_run_on_unequal_gpus_tells_of_its_format_and_is_measured_by_all_of_the
     assert line["mfu"] == pytest.approx(line["samples_per_s"] * flops / (30.3e12 + 8.1e12))
 
 
-def test_a_deterministic_run_tells_what_the_environment_has_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deterministic_run_tells_what_the_environment_alters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in DETERMINISTIC.items():
         monkeypatch.setenv(name, "Tree" if name == "NCCL_ALGO" else value)
     drilled = drill(small(tmp_path, "run.steps=2", "run.deterministic=true"), worlds=[2])

@@ -22,7 +22,6 @@ from steadfast.config import Config
 from steadfast.data.order import Int64s
 from steadfast.errors import SteadfastError
 from steadfast.run.directory import RunDirectory
-from steadfast.worker import work
 from tests.examples.migrate.two_optimizers import Both
 from tests.programs import (
     batchnorm,
@@ -42,9 +41,9 @@ from tests.programs.catalog import PROGRAMS
 from tests.programs.program import BOTH, STEPS, Program, Trained, optimized_by
 from tests.support.checks import check_audit
 from tests.support.command import ROOT
-from tests.support.deaths import MortalRuntime, Plot
+from tests.support.deaths import Plot, take_part
 from tests.support.drill import Drilled, begin_run, drill, what_is_left
-from tests.support.gang import Gang, Member, MemberFailed
+from tests.support.gang import Gang, MemberFailed
 from tests.support.history import read_ledger
 from tests.support.like_nccl import Death
 from tests.support.models import Extra, Fused
@@ -112,18 +111,9 @@ def train_through(config: Config) -> Drilled:
     """Train through the worlds of the plot."""
     directory = begin_run(config)
     with Gang(3) as gang:
-        gang.run(_take_part, config, mortal=[1])
+        gang.run(take_part, config, PLOT, mortal=[1])
     check_audit(directory, config)
     return what_is_left(config, directory, [])
-
-
-def _take_part(member: Member, config: Config) -> None:
-    directory = RunDirectory.of(config)
-    runtime = MortalRuntime(member, PLOT, directory)
-    try:
-        work(config, runtime, directory)
-    finally:
-        runtime.close()
 
 
 FSDP = "parallel.kind=fsdp"

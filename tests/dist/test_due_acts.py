@@ -27,10 +27,9 @@ from steadfast.run.directory import METRICS, RunDirectory
 from steadfast.run.events import Validation
 from steadfast.storage.jsonl import read_lines
 from steadfast.telemetry.recorder import Recorder
-from steadfast.worker import work
-from tests.support.deaths import MortalRuntime, Plot
+from tests.support.deaths import Plot, take_part
 from tests.support.drill import begin_run
-from tests.support.gang import Gang, Member
+from tests.support.gang import Gang
 from tests.support.like_nccl import Death
 from tests.support.small import small
 
@@ -150,16 +149,6 @@ def _falling(honest: Any, now: list[Any], falls: list[Fall], point: int, after: 
     return wrapped
 
 
-def _take_part(member: Member, config: Config, plotted: Plot) -> bool:
-    directory = RunDirectory.of(config)
-    runtime = MortalRuntime(member, plotted, directory)
-    try:
-        work(config, runtime, directory)
-    finally:
-        runtime.close()
-    return True
-
-
 def train(config: Config, size: int, falls: list[Fall]) -> Result:
     """Train with `size` workers, of which one falls in each attempt but the last, and a newcomer takes its place."""
     directory = begin_run(config)
@@ -168,7 +157,7 @@ def train(config: Config, size: int, falls: list[Fall]) -> Result:
             with Gang(1, partial(deadly, falls)) as gang:
                 plotted = Plot([[1]] * (attempt - 1) + [[0]], {})
                 dies = attempt <= len(falls)
-                assert gang.run(_take_part, config, plotted, mortal=[0][:dies]) == [None if dies else True]
+                assert gang.run(take_part, config, plotted, mortal=[0][:dies]) == [None if dies else True]
         return result_of(config, directory)
     worlds, deaths = [[*range(size)]], {}
     newcomers = count(size)
@@ -182,7 +171,7 @@ def train(config: Config, size: int, falls: list[Fall]) -> Result:
         worlds.append([newcomer, *others] if fall.attempt % 3 == 0 else [*others, newcomer])
     with Gang(size + len(falls), partial(deadly, falls)) as gang:
         victims = [victim for victim, _ in deaths.values()]
-        answers = gang.run(_take_part, config, Plot(worlds, deaths), mortal=victims)
+        answers = gang.run(take_part, config, Plot(worlds, deaths), mortal=victims)
         assert all((answers[member] is None) == (member in victims) for member in range(size + len(falls)))
     return result_of(config, directory)
 

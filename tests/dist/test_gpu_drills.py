@@ -30,13 +30,14 @@ def run(tmp_path: Path, *drills: Drill, minutes: float = 5.0) -> dict[str, Resul
     return {result.name: result for result in results}
 
 
-def test_each_ending_has_its_state(tmp_path: Path) -> None:
-    names = ("passes", "fails", "raises", "skips", "dies", "lacks_a_package", "lacks_a_module_of_ours")
+def test_each_ending_has_its_state_and_leaves_no_checkpoints(tmp_path: Path) -> None:
+    names = ("passes", "fails", "raises", "skips", "dies", "lacks_a_package", "lacks_a_module_of_ours", "saves")
     results = run(tmp_path, *(fake(name) for name in names))
     states = {name: (result.state, result.reason) for name, result in results.items()}
     assert states.pop("dies")[1].startswith("the process ended with 7")
     assert states == {
         "passes": ("REHEARSED", ""),
+        "saves": ("REHEARSED", ""),
         "fails": ("FAILED", "the first claim; the second | claim"),
         "raises": ("FAILED", "ValueError: of cpu"),
         "skips": ("SKIPPED", "it lacks a second GPU"),
@@ -49,11 +50,11 @@ def test_each_ending_has_its_state(tmp_path: Path) -> None:
     assert results["dies"].state == "FAILED"
     assert results["passes"].figures == {"answer": 42, "ratio": 0.9877}
     assert results["fails"].figures == {"between": 1}
+    assert (tmp_path / "saves" / "note.txt").exists()
+    assert not (tmp_path / "saves" / "model.safetensors").exists()
 
 
-def test_what_needs_the_app_is_skipped_where_the_app_cannot_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_the_app_is_skipped_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "pydantic.py").write_text("raise ModuleNotFoundError('No module named pydantic', name='pydantic')")
@@ -114,16 +115,17 @@ def test_the_table_says_where_and_when_and_keeps_its_columns() -> None:
     assert table(results, {}, "cpu").startswith("**Rehearsal without a GPU")
 
 
-def test_the_command_writes_the_table_and_returns_the_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["--out", str(tmp_path / "new"), "--device", "cpu"], [fake("passes"), fake("skips")])
-    assert code == 4
+def test_the_command_runs_a_part_or_those_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--out", str(tmp_path / "new"), "--device", "cpu", "--only", "passes,skips"]
+    assert main(command, [fake("passes"), fake("fails"), fake("skips")]) == 4
     written = (tmp_path / "new" / "table.md").read_text()
     assert written in capsys.readouterr().out
     assert "torch 2." in written
-
-
-def test_only_those_that_are_named_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--out", str(tmp_path), "--device", "cpu", "--only", "passes"], [fake("passes"), fake("fails")]) == 0
+    drills = [fake("passes", part=1, alone=True), fake("fails", part=1), fake("skips", part=2)]
+    assert main(["--out", str(tmp_path), "--device", "cpu", "--part", "1"], drills) == 1
+    lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["state"]) for line in lines] == [("passes", "REHEARSED"), ("fails", "FAILED")]
+    capsys.readouterr()
     assert main(["--only", "passes,flies"], [fake("passes")]) == 2
     assert "flies" in capsys.readouterr().err
     assert main(["--list"], [fake("fails")]) == 0
@@ -172,20 +174,11 @@ import steadfast.launch.torchrun, steadfast.commands.train
 print([name for name in ("ray", "pyarrow", "tensorboard", "pytest", "sklearn") if name in sys.modules])
 """
     assert run_program("-c", code).strip() == "[]"
-
-
-def test_every_drill_has_a_name_of_its_own_and_is_in_the_part_of_the_one_that_it_needs() -> None:
+    # Each has a name of its own, and is in the part of the one that it needs.
     parts = {drill.name: drill.part for drill in CATALOG}
     assert len(parts) == len(CATALOG)
     assert {*parts.values()} == {1, 2}
     assert all(parts[drill.needs] == drill.part for drill in CATALOG if drill.needs)
-
-
-def test_a_part_runs_its_drills_alone_and_their_results_are_on_disk(tmp_path: Path) -> None:
-    drills = [fake("passes", part=1, alone=True), fake("fails", part=1), fake("skips", part=2)]
-    assert main(["--out", str(tmp_path), "--device", "cpu", "--part", "1"], drills) == 1
-    lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
-    assert [(line["name"], line["state"]) for line in lines] == [("passes", "REHEARSED"), ("fails", "FAILED")]
 
 
 def test_a_command_that_is_ended_leaves_results_and_logs(tmp_path: Path) -> None:
@@ -208,9 +201,3 @@ def test_a_command_that_is_ended_leaves_results_and_logs(tmp_path: Path) -> None
     assert "saves/note.txt" in names
     assert "hangs/log.txt" in names
     assert not any(name.endswith(".safetensors") for name in names)
-
-
-def test_a_drill_that_has_ended_leaves_no_checkpoints(tmp_path: Path) -> None:
-    run(tmp_path, fake("saves"))
-    assert (tmp_path / "saves" / "note.txt").exists()
-    assert not (tmp_path / "saves" / "model.safetensors").exists()

@@ -23,7 +23,7 @@ from steadfast.models import build_model
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.tasks import LanguageModeling, Mean, Sums
-from tests.support.claims import EQUAL, check_equal, check_identical, check_run, check_weights
+from tests.support.claims import EQUAL, check_equal, check_run, check_weights
 from tests.support.drill import Members, drill
 from tests.support.gang import MemberFailed
 from tests.support.history import read_ledger
@@ -107,8 +107,7 @@ def test_all_ranks_call_hooks_after_the_same_steps_and_their_state_goes_on_in_ev
                 harmonic = sum(1.0 / each for each in range(1, step + 1))
                 expected.append([attempt, rank, size, step, step, step / 2, pytest.approx(harmonic)])
     assert diary(tmp_path, "step") == expected
-    starts = [line[:5] for line in diary(tmp_path, "start")]
-    assert starts == [
+    assert [line[:5] for line in diary(tmp_path, "start")] == [
         [attempt, rank, size, steps[0] - 1, steps[0] - 1] for attempt, size, steps in places for rank in range(size)
     ]
     assert [line[3] for line in diary(tmp_path, "validation") if line[1] == 0] == [5, 10, 14]
@@ -156,7 +155,8 @@ def test_the_average_is_that_of_the_weights_after_each_step_and_is_what_is_valid
     hook = f"hooks=[{{target: 'tests.dist.test_hooks:Weights', args: {{folder: {tmp_path}}}}}]"
     drill(small(tmp_path / "steps", hook), worlds=[1])
     config = small(tmp_path, EMA)
-    run = drill(config, worlds=[3, 1, 2], leave_after=[4, 4])
+    drill(config, worlds=[3, 1], leave_after=[4], stop_after=4)
+    run = drill(config, worlds=[2])
     check_weights(run, reference(config))
 
     torch.manual_seed(config.run.seed)
@@ -190,9 +190,7 @@ def test_the_average_is_that_of_the_weights_after_each_step_and_is_what_is_valid
         ("{kind: fsdp, shard_size: 2, cpu_offload: true}", [[0, 1], 4]),
     ],
 )
-def test_averages_of_shards_are_those_of_the_whole_and_validation_leaves_no_trace(
-    tmp_path: Path, parallel: str, worlds: list[Members]
-) -> None:
+def test_averages_of_shards_are_those_of_the_whole_model(tmp_path: Path, parallel: str, worlds: list[Members]) -> None:
     words = [EMA, "validation.every=2 steps"]
     whole = drill(small(tmp_path / "ddp", *words), worlds=[1])
     config = small(tmp_path, *words, f"parallel={parallel}")
@@ -201,14 +199,6 @@ def test_averages_of_shards_are_those_of_the_whole_and_validation_leaves_no_trac
     check_weights(run, reference(config))
     check_equal(averages(config), averages(small(tmp_path / "ddp")))
     assert run.told("validation", "loss") == pytest.approx(whole.told("validation", "loss"), abs=EQUAL)
-
-
-def test_a_stop_and_a_resume_leave_the_average_identical(tmp_path: Path) -> None:
-    whole = drill(small(tmp_path / "whole", EMA), worlds=[2])
-    drill(small(tmp_path, EMA), worlds=[2], stop_after=6)
-    run = drill(small(tmp_path, EMA), worlds=[2])
-    check_identical(run, whole)
-    assert run.summary["hooks_sha256"] == whole.summary["hooks_sha256"]
 
 
 def test_a_hook_may_be_added_to_a_run_and_taken_out_again(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The host launches little between the gate and the next forward, while the device has nothing to do."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -64,20 +65,6 @@ def _storage(tensor: Tensor) -> int:
     return part.untyped_storage().data_ptr()
 
 
-class AsOnGpu:
-    """A hook that has the optimizer launch one kernel a group, as it does on a GPU."""
-
-    def __init__(self, launches: Launches) -> None:
-        self._launches = launches
-
-    def setup(self, run: Any) -> None:
-        for group in run.optimizer.param_groups:
-            group["fused"] = True
-
-    def on_start(self, run: Any) -> None:
-        self._launches.follow(run.model)
-
-
 class Whole(TensorDataset):
     """Samples of which nothing is masked."""
 
@@ -87,6 +74,12 @@ class Whole(TensorDataset):
 def launches_of(monkeypatch: pytest.MonkeyPatch, storage: Path, kind: str, dataset: Any) -> list[list[Operation]]:
     """Train, and return the operations behind the gates of the steps that only train."""
     launches = Launches()
+
+    def launch_a_kernel_a_group(run: Any) -> None:  # as on a GPU
+        for group in run.optimizer.param_groups:
+            group["fused"] = True
+
+    hook = SimpleNamespace(setup=launch_a_kernel_a_group, on_start=lambda run: launches.follow(run.model))
     gate = Groups.gate
 
     def opened(groups: Groups) -> None:
@@ -104,14 +97,12 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, storage: Path, kind: str, datas
     )
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(NUM_PARAMETERS // 2 - 1)], nn.Linear(4, 1))
     with launches:
-        steadfast.fit(config, model=model, dataset=dataset, task=squared_error, hooks=[AsOnGpu(launches)])
+        steadfast.fit(config, model=model, dataset=dataset, task=squared_error, hooks=[hook])
     return launches.steps[1 : NUM_STEPS - 1]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_the_host_neither_waits_nor_passes_over_gradients_between_the_gate_and_the_next_forward(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
-) -> None:
+def test_the_host_launches_little_after_the_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
     steps = launches_of(monkeypatch, tmp_path, kind, Whole(*line(120).tensors))
     assert len(steps) == NUM_STEPS - 2
     for operations in steps:
@@ -127,9 +118,7 @@ def test_the_host_neither_waits_nor_passes_over_gradients_between_the_gate_and_t
         assert len(operations) - len(launches) <= NUM_PARAMETERS + 20
 
 
-def test_a_count_that_varies_is_read_before_anything_is_launched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_count_that_varies_is_read_before_any_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for operations in launches_of(monkeypatch, tmp_path, "ddp", line(120)):
         names = [each.name for each in operations]
         assert names.count(SYNC) == 1

@@ -22,6 +22,7 @@ from tests.benchmarks.memory import SIZES, compare, config_of
 from tests.examples.script import line, squared_error
 from tests.support.gang import Gang, Member, MemberFailed
 from tests.support.reference import CPU
+from tests.support.small import CONTEXT, VOCABULARY
 from tests.support.stepping import train_by_hand
 
 WIDTH = 256
@@ -98,21 +99,16 @@ PARALLEL = [{"kind": "ddp"}, {"kind": "ddp", "reducer": "torch"}, {"kind": "fsdp
 
 @pytest.mark.parametrize("parallel", PARALLEL, ids=["ddp", "torch", "fsdp"])
 @pytest.mark.parametrize("times", TIMES)
-def test_a_rollback_gives_back_all_of_the_former_model(tmp_path: Path, parallel: dict[str, str], times: int) -> None:
+@pytest.mark.parametrize("ends", ["a_rollback", "fit"])
+def test_what_ends_gives_back_all_of_its_model(tmp_path: Path, parallel: dict[str, str], times: int, ends: str) -> None:
     hook = Counted()
     before = tensor_bytes()
-    train(tmp_path, "x", parallel, times, hook)
-    assert len(hook.num_bytes) == times + 1
-    check_nothing_is_left(hook, before)
-
-
-@pytest.mark.parametrize("parallel", PARALLEL, ids=["ddp", "torch", "fsdp"])
-@pytest.mark.parametrize("times", TIMES)
-def test_fit_gives_back_all_of_its_model(tmp_path: Path, parallel: dict[str, str], times: int) -> None:
-    hook = Counted()
-    before = tensor_bytes()
-    for number in range(times):
-        train(tmp_path, f"run-{number}", parallel, 0, hook)
+    if ends == "a_rollback":
+        train(tmp_path, "x", parallel, times, hook)
+        assert len(hook.num_bytes) == times + 1
+    else:
+        for number in range(times):
+            train(tmp_path, f"run-{number}", parallel, 0, hook)
     check_nothing_is_left(hook, before)
 
 
@@ -120,13 +116,13 @@ MIB = 2**20
 M_MMAP_THRESHOLD = -3  # in malloc.h
 NUM_WORKERS = 4
 LAYERS = 20  # 252 million parameters, 1.0 GB in fp32
-EMBED_DIM, VOCABULARY, CONTEXT = 1024, 256, 8
+EMBED_DIM = 1024
 LARGE = f"""
 run: {{steps: 2, storage: nowhere}}
 batch: {{global_size: 4, microbatch_size: 1}}
 model: {{kind: gpt, num_heads: 8, embed_dim: {EMBED_DIM}, context_length: {CONTEXT},
          vocab_size: {VOCABULARY}}}
-data: {{target: "tests.dist.test_memory:Few"}}
+data: {{target: "tests.support.small:Tokens"}}
 schedule: {{kind: constant, warmup_steps: 0}}
 """
 BLOCK_BYTES = 4 * 12 * EMBED_DIM**2  # its four matrices
@@ -135,19 +131,6 @@ BLOCK_BYTES = 4 * 12 * EMBED_DIM**2  # its four matrices
 def needed_bytes(num_layers: int, num_workers: int) -> float:
     """Parameters, gradients and AdamW's two moments; and one whole block."""
     return 4 * num_layers * BLOCK_BYTES / num_workers + BLOCK_BYTES
-
-
-class Few:
-    """A few random tokens."""
-
-    units_per_sample = CONTEXT
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.randint(VOCABULARY, (CONTEXT + 1,), generator=torch.Generator().manual_seed(index))
-        return tokens[:-1], tokens[1:]
 
 
 def large(kind: str, num_layers: int, *overrides: str) -> Config:

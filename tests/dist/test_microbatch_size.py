@@ -1,4 +1,4 @@
-"""`batch.microbatch_size: auto`: chosen once by what fits on the rank with the least room, and without a trace."""
+"""`batch.microbatch_size: auto` is what fits on the rank with the least room; where memory runs out forwards shrink."""
 
 import math
 import random
@@ -24,6 +24,7 @@ from tests.support.drill import drill
 from tests.support.gang import MemberFailed
 from tests.support.models import Codebook
 from tests.support.reference import reference
+from tests.support.run_directories import shrink_forwards
 from tests.support.small import small
 
 subject: Any = steadfast.loop.microbatch_size
@@ -137,14 +138,6 @@ def test_no_rank_goes_on_before_the_size_is_on_storage(tmp_path: Path) -> None:
     assert run.summary["status"] == "finished"
 
 
-def test_a_size_holds_that_an_attempt_without_a_step_has_left(tmp_path: Path) -> None:
-    config = auto(tmp_path)
-    directory = RunDirectory.of(config)
-    directory.check_writable()
-    directory.write_microbatch_size(2)
-    check_run(drill(config, worlds=[2], patch=never_measure), reference(small(tmp_path, "batch.microbatch_size=2")))
-
-
 def test_with_room_for_all_each_worker_of_the_largest_world_has_a_microbatch(tmp_path: Path) -> None:
     run = drill(auto(tmp_path, "run.steps=2"), worlds=[1])
     assert run.told("microbatch_chosen", "microbatch_size") == [4]  # 13 / 3, and nothing divides 13
@@ -205,3 +198,51 @@ def test_what_was_chosen_gives_the_bits_of_the_same_number_given(tmp_path: Path,
     check_identical(chosen, given)
     assert [line["loss"] for line in chosen.history.lines] == [line["loss"] for line in given.history.lines]
     assert chosen.summary["metrics"] == given.summary["metrics"]
+
+
+# The grid has four microbatches of up to four samples, the last of one.
+WORDS = ["model.dropout=0", "batch.microbatch_size=4"]
+TENSOR = "fsdp, tensor_size: 2"
+GATHERED_ONCE = "fsdp, reshard_after_forward: false"  # for all parts of a microbatch
+GRIDS = ["ddp", "fsdp", "pipeline", pytest.param(TENSOR, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("forward_size", [1, 3])
+def test_forwards_of_any_size_give_the_steps_of_whole_microbatches(
+    tmp_path: Path, kind: str, forward_size: int
+) -> None:
+    config = small(tmp_path, *WORDS, f"parallel={{kind: {kind}}}")
+    shrink_forwards(config, forward_size)
+    largest = 4 if kind in ("pipeline", TENSOR) else 3  # of whole replicas
+    check_run(drill(config, worlds=[largest, 2], leave_after=[5]), reference(config))
+
+
+@pytest.mark.parametrize("kind", [*GRIDS, GATHERED_ONCE])
+def test_where_one_rank_runs_out_all_go_on_with_less(tmp_path: Path, kind: str) -> None:
+    oom = "faults.inject=[{kind: oom_at, step: 7, rank: 1, times: 2}]"
+    config = small(tmp_path, *WORDS, f"parallel={{kind: {kind}}}", oom, "checkpoint.every=3 steps")
+    run = drill(config, worlds=[2, 2, 2])
+    assert run.told("forwards_shrunk", "forward_size") == [2, 1]
+    assert run.told("forwards_shrunk", "step") == [7, 7]
+    assert len({tuple(pids) for pids in run.pids()}) == 1, "nobody had to be replaced"
+    check_weights(run, reference(config))
+    assert sorted(run.history.committed) == list(range(1, 15))
+    assert run.summary["lost_steps"] == 0 or kind != "ddp"
+
+
+def test_what_does_not_fit_alone_ends_the_run_with_what_to_try(tmp_path: Path) -> None:
+    oom = "faults.inject=[{kind: oom_at, step: 3, rank: 0, times: null}]"
+    with pytest.raises(MemberFailed, match="a forward of one sample does not fit into memory: injected at step 3"):
+        drill(small(tmp_path, *WORDS, oom), worlds=[1, 1, 1])
+
+
+def test_statistics_of_a_microbatch_are_the_mean_of_its_parts(tmp_path: Path) -> None:
+    words = ["batch.microbatch_size=4", "model.target=tests.support.models:Normalised", "run.steps=1"]
+    plain = drill(small(tmp_path / "plain", *words), worlds=[1])
+    config = small(tmp_path / "parts", *words)
+    shrink_forwards(config, 2)
+    parts = drill(config, worlds=[1])
+    name = "norm.running_mean"
+    assert (parts.weights[name] - plain.weights[name]).abs().max() <= 1e-10
+    assert parts.weights["norm.num_batches_tracked"] == 4

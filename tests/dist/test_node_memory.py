@@ -161,24 +161,19 @@ def test_it_ends_when_the_command_ended_before_it_began(name: str) -> None:
     wait_until(lambda: not servers(name))
 
 
-def test_it_ends_when_the_run_is_over_and_the_last_worker_has_gone(name: str) -> None:
+@pytest.mark.parametrize("told_by_command", [False, True])
+def test_it_ends_when_the_run_is_over_and_the_last_worker_has_gone(name: str, told_by_command: bool) -> None:
     first, second = memory_of(name), memory_of(name)
     fill(first, OLD)
     assert len(second.stored()) == 1
-    first.end()
+    if told_by_command:
+        memory_server.end_server(name)
+        first.close()
+    else:
+        first.end()
     time.sleep(1.5)
     assert len(second.stored()) == 1
-    second.end()
-    wait_until(lambda: not servers(name))
-
-
-def test_it_ends_when_the_command_says_so_and_the_last_worker_has_gone(name: str) -> None:
-    memory = memory_of(name)
-    fill(memory, OLD)
-    memory_server.end_server(name)
-    time.sleep(1.5)
-    assert len(memory.stored()) == 1
-    memory.close()
+    (second.close if told_by_command else second.end)()
     wait_until(lambda: not servers(name))
     memory_server.end_server(name)
     assert not servers(name)
@@ -214,13 +209,15 @@ def test_it_outlives_whoever_has_started_it_and_there_is_one_only(name: str) -> 
     assert server.memory_info().rss < 30e6
 
 
-def test_one_that_was_killed_is_replaced(name: str) -> None:
+def test_one_that_was_killed_is_replaced_and_its_buffers_are_not_taken_for_the_new_ones(name: str) -> None:
     memory = memory_of(name)
+    memory.reserve(NUM_BYTES, 1).join()
     fill(memory, OLD)
     kill_server(name)
     assert memory.stored() == {}
-    fill(memory, NEW)
+    assert fill(memory, NEW).number == 1
     assert [label.snapshot for label in memory.stored().values()] == [NEW]
+    memory.verify(1)
 
 
 def test_what_a_killed_one_gave_out_is_not_taken_for_what_its_successor_did(name: str) -> None:
@@ -380,9 +377,7 @@ def copies_of(memory: SharedMemory, cuda: LikeCuda, num_bytes: int, first_step: 
 
 
 @pytest.mark.parametrize("num_parts", [(4, 3, 4), (3, 4, 3)])
-def test_pinned_memory_is_unregistered_before_it_is_unmapped(
-    name: str, cuda: LikeCuda, num_parts: tuple[int, ...]
-) -> None:
+def test_pinned_memory_is_unregistered_before_unmapping(name: str, cuda: LikeCuda, num_parts: tuple[int, ...]) -> None:
     """Worlds of other sizes cut the state into other parts, whose memory comes to lie at the same addresses."""
     memory = memory_of(name, device=DEVICE)
     for generation, parts in enumerate(num_parts):
@@ -402,15 +397,6 @@ def test_memory_that_was_reserved_is_pinned_by_the_thread_that_reserves_it(name:
     assert cuda.threads == ["reserve"] * 2
     copies_of(memory, cuda, NUM_BYTES, 1)
     assert len(cuda.threads) == 2
-
-
-def test_a_buffer_of_a_new_server_is_not_taken_for_the_former_ones(name: str) -> None:
-    memory = memory_of(name)
-    memory.reserve(NUM_BYTES, 1).join()
-    kill_server(name)
-    buffer = fill(memory, NEW)
-    assert buffer.number == 1
-    memory.verify(1)
 
 
 def test_a_copy_under_way_ends_before_its_memory_is_unregistered(name: str, cuda: LikeCuda) -> None:

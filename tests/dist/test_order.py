@@ -75,9 +75,9 @@ def test_a_run_is_not_resumed_in_another_order(tmp_path: Path) -> None:
 def test_shards_and_a_mixture_with_them_are_read_once_through_kills(tmp_path: Path, kind: str) -> None:
     write_rows(tmp_path / "rows", kind)
     shards = f"kind: {kind}, path: {tmp_path}/rows, columns: [inputs, targets]"
-    alone = f"data={{{shards}, collate: {{target: '{HERE}:as_pairs'}}, validation_fraction: 0}}"
+    alone = f"data={{{shards}, collate: {{target: '{HERE}:as_tokens'}}, validation_fraction: 0}}"
     mixed = f"data={{kind: mixture, sources: [{{{shards}, weight: 2}}, {SOURCE % (23, 1)}]"
-    mixed += f", collate: {{target: '{HERE}:as_pairs'}}, validation_fraction: 0}}"
+    mixed += f", collate: {{target: '{HERE}:as_tokens'}}, validation_fraction: 0}}"
     for name, data in (("alone", alone), ("mixed", mixed)):
         config = small(tmp_path / name, data, "run.steps=18", "checkpoint.every=4 steps")
         check_weights(survive(config, plot(1, 14)).left, reference(config))
@@ -117,7 +117,7 @@ def write_images(folder: Path) -> None:
 
 
 def as_tokens(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """Make a batch of text, of rows with names, and of images, whose first pixels become tokens."""
+    """Make a batch of text or pairs, of rows with names, and of images, whose first pixels become tokens."""
     pairs = []
     for sample in samples:
         first, second = sample.values() if isinstance(sample, dict) else sample
@@ -138,13 +138,6 @@ def write_rows(folder: Path, kind: str) -> None:
             parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"{number}.parquet", row_group_size=8)
         else:
             (folder / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
-
-
-def as_pairs(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    """Make a batch of rows, which have names, and of pairs."""
-    pairs = [tuple(sample.values()) if isinstance(sample, dict) else sample for sample in samples]
-    inputs, targets = (torch.stack(list(map(torch.as_tensor, values))) for values in zip(*pairs, strict=True))
-    return inputs, targets
 
 
 def by_chance(seed: int, epoch: Int64s, place: Int64s, num_samples: int) -> Int64s:

@@ -1,12 +1,14 @@
-"""A rank that computes wrongly: it is found in the step, named, and the run ends as if nothing had been."""
+"""A rank that computes wrongly, or whose state has changed: it is named, and the run ends as if nothing had been."""
 
 import os
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from steadfast.config import Config
@@ -22,7 +24,7 @@ from tests.support.reference import reference
 from tests.support.small import small
 
 EVERY_STEP = ("run.deterministic=true", 'recompute.every="1 step"')
-STEP = 5  # of the flip
+STEP = 5  # of the flip; of three ranks the owner is the first, which leads
 # In fp64: of a gradient's lowest bit, of what the embedding puts out, of a weight of the first layer norm.
 FLIPS = {
     "gradient": "where: gradient, bit: 0, element: 2",
@@ -40,11 +42,11 @@ def check_of(config: Config, step: int, size: int) -> Check:
     return check
 
 
-def flip(config: Config, who: str, where: str, size: int, step: int = STEP, more: str = "") -> tuple[int, str]:
+def flip(config: Config, who: str, where: str, size: int) -> tuple[int, str]:
     """A fault that strikes where the owner or the second computes what is compared, and the rank that it is."""
-    rank: int = getattr(check_of(config, step, size), who)
+    rank: int = getattr(check_of(config, STEP, size), who)
     during = "step" if who == "owner" else "recompute"
-    fault = f"kind: flip_at, step: {step}, rank: {rank}, during: {during}, {FLIPS.get(where, where)}{more}"
+    fault = f"kind: flip_at, step: {STEP}, rank: {rank}, during: {during}, {FLIPS[where]}"
     return rank, f"faults.inject=[{{{fault}}}]"
 
 
@@ -75,6 +77,7 @@ def test_it_is_named_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
 
     (told,) = corruptions(config)
     assert (told["attempt"], told["step"], told["rank"]) == (1, STEP, rank)
+    assert rank == {"owner": 0, "second": 2}[who]
     assert told["microbatch"] == check.microbatch.index
     digests = {int(each): own for each, (own,) in told["digests"].items()}
     assert digests.keys() == set(check.ranks)
@@ -110,16 +113,6 @@ def test_where_memory_has_run_out_an_exact_run_says_that_nothing_is_compared(tmp
     run = drill(config, worlds=[3, 3])
     (notice,) = run.told("notice", "text")
     assert notice.startswith("recompute.every compares no gradients of two workers: memory has run out")
-
-
-def test_the_first_rank_is_replaced_like_any_other_though_it_leads(tmp_path: Path, undisturbed: Drilled) -> None:
-    step = next(step for step in range(2, 14) if check_of(small(tmp_path), step, 3).owner == 0)
-    _, fault = flip(small(tmp_path), "owner", "weight", size=3, step=step)
-    config = small(tmp_path, *FP32, 'recompute.every="1 step"', fault)
-    run = drill(config, worlds=[3, 3])
-    assert [event["rank"] for event in corruptions(config)] == [0]
-    assert run.told("restore", "source") == ["rank 1"]
-    check_identical(run, undisturbed)
 
 
 def test_two_ranks_tell_by_the_one_that_comes_to_two_results(tmp_path: Path) -> None:
@@ -203,3 +196,74 @@ class Moody:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sums:
         sums = self._task.loss(model, batch)
         return replace(sums, loss_sum=sums.loss_sum * self._random.uniform(0.9, 1.1))
+
+
+HSDP = "parallel={kind: fsdp, shard_size: 2}"
+
+
+class Changing:
+    """Changes something on one rank after step 4, once a checkpoint is there; `times` times in all."""
+
+    def __init__(self, what: str, rank: int, folder: str, times: int = 1) -> None:
+        self._what, self._rank, self._folder, self._times = what, rank, Path(folder), times
+
+    def setup(self, run: Any) -> None:
+        if self._what == "buffer":
+            run.model.register_buffer("table", torch.zeros(3))
+
+    @torch.no_grad()
+    def on_step(self, run: Any) -> None:
+        count = len(list(self._folder.glob("changed-*")))
+        if (run.step, run.rank) != (4, self._rank) or count == self._times:
+            return
+        while not list(self._folder.glob("**/manifest.json")):
+            time.sleep(0.01)
+        (self._folder / f"changed-{count}").touch()
+        weight = next(iter(run.model.parameters()))
+        match self._what:
+            case "weight":
+                changed = weight
+            case "moment":
+                changed = run.optimizer.state[weight]["exp_avg"]
+            case "buffer":
+                changed = run.model.table
+        getattr(changed, "to_local", lambda: changed)().view(-1)[-1] += 0.5
+
+    def state_dict(self) -> dict[str, object]:
+        return {"rank": self._rank + time.monotonic()}  # on each rank another one, which is no fault
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def changing(folder: Path, what: str, rank: int, *words: str, times: int = 1) -> Config:
+    args = f"{{what: {what}, rank: {rank}, folder: '{folder}', times: {times}}}"
+    hook = f"hooks=[{{target: 'tests.dist.test_recompute:Changing', args: {args}}}, {{kind: ema}}]"
+    return small(folder, "precision.kind=fp32", "checkpoint.every=3 steps", hook, *words)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "size", "rank", "tensor", "ranks"),
+    [
+        ("weight", "parallel.kind=ddp", 3, 1, "model.embed.weight", [[0, 2], [1]]),
+        ("buffer", "parallel.kind=ddp", 2, 0, "model.table", [[0], [1]]),
+        ("moment", HSDP, 4, 3, "model.embed.weight", [[1], [3]]),  # which the next update has moved apart,
+    ],
+)
+def test_the_run_goes_back_to_the_checkpoint_before_a_change_on_one_rank(
+    tmp_path: Path, what: str, kind: str, size: int, rank: int, tensor: str, ranks: list[list[int]]
+) -> None:
+    run = drill(changing(tmp_path / "run", what, rank, kind), worlds=[size, size])
+    assert run.told("ranks_differ", "tensor") == [tensor]
+    assert [list(told.values()) for told in run.told("ranks_differ", "ranks")] == [ranks]
+    assert [event["step"] for event in run.events if event["event"] == "checkpoint" and event["attempt"] == 1] == [3]
+    assert (run.told("restore", "step"), run.told("restore", "source")) == ([3], ["checkpoint"])
+    undisturbed = drill(changing(tmp_path / "undisturbed", what, rank, kind, times=0), worlds=[size])
+    assert not undisturbed.told("ranks_differ", "tensor")
+    check_identical(run, undisturbed)
+
+
+def test_a_second_change_ends_the_run(tmp_path: Path) -> None:
+    said = "ranks? .* hold different numbers in model.embed.weight, for the second time. Something changes it"
+    with pytest.raises(MemberFailed, match=said):
+        drill(changing(tmp_path, "weight", 1, times=2), worlds=[2, 2])

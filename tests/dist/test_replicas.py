@@ -26,9 +26,9 @@ HSDP = ("parallel={kind: fsdp, shard_size: 2}",)
 STAGES = ("parallel={kind: pipeline, stages: 2}",)
 TENSOR = ("parallel={kind: fsdp, shard_size: 1, tensor_size: 2}", "model.attention_dropout=0")
 PARTS_IN_STAGES = ("parallel={kind: pipeline, stages: 2, tensor_size: 2}", "model.attention_dropout=0")
-KINDS = ["hsdp", "stages", "tensor"]
-OFTEN = pytest.mark.parametrize("words", [HSDP, STAGES, TENSOR], ids=KINDS)
-SELDOM = pytest.mark.parametrize("words", [HSDP, STAGES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=KINDS)
+SELDOM = pytest.mark.parametrize(
+    "words", [HSDP, STAGES, pytest.param(TENSOR, marks=pytest.mark.slow)], ids=["hsdp", "stages", "tensor"]
+)
 NUM_COLLECTIVES = 150  # of some steps
 NUM_COMMUNICATORS = 3  # of a rank, or more: of the world, across replicas and within its own
 NAMES = "resized", "undisturbed"
@@ -79,14 +79,15 @@ def hold_still() -> None:
     ids=str,
 )
 @SELDOM
-def test_living_replicas_give_newcomers_their_state(
-    worlds: list[Members], sources: list[str], words: Words, tmp_path: Path
-) -> None:
+def test_replicas_give_their_state(worlds: list[Members], sources: list[str], words: Words, tmp_path: Path) -> None:
+    """The last checkpoint is written by the first replica alone."""
     config = small(tmp_path, *words)
     run = drill(config, worlds=worlds, leave_after=[4, 4])
     check_run(run, reference(config))
     assert run.told("restore", "step") == [5, 10]
     assert run.told("restore", "source") == sources
+    (last,) = (tmp_path / config.run.name / "checkpoints").glob("step-*14")
+    assert sorted(path.name.split("-rank-")[1][:5] for path in last.glob("*.safetensors")) == ["00000", "00001"]
 
 
 @SELDOM
@@ -104,31 +105,29 @@ def test_moments_loss_scale_and_averages_are_brought_along_bit_by_bit(words: Wor
 @SELDOM
 def test_no_death_costs_a_step_or_leaves_garbage(seed: int, words: Words, tmp_path: Path) -> None:
     """Nothing is copied or stored meanwhile: survivors hold all, of whatever replica each is."""
-    check_deaths(tmp_path, words, seed, size=2)
+    check_deaths(tmp_path, words, plot_replicas(seed, NUM_COLLECTIVES), size=2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @SELDOM
 def test_no_death_while_replicas_connect_ends_the_run(seed: int, words: Words, tmp_path: Path) -> None:
-    config = small(tmp_path, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
     plotted = with_a_death_in_connect(plot_replicas(seed, NUM_COLLECTIVES), seed, NUM_COMMUNICATORS)
-    run = survive(config, plotted).left
-    check_weights(run, reference(config))
-    assert sorted(run.history.committed) == [*range(1, 25)]
+    check_deaths(tmp_path, words, plotted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_no_death_in_stages_of_parts_costs_a_step_or_leaves_garbage(seed: int, tmp_path: Path) -> None:
-    check_deaths(tmp_path, PARTS_IN_STAGES, seed, size=4)
+    check_deaths(tmp_path, PARTS_IN_STAGES, plot_replicas(seed, NUM_COLLECTIVES, size=4), size=4)
 
 
-def check_deaths(storage: Path, words: Words, seed: int, size: int) -> None:
+def check_deaths(storage: Path, words: Words, plotted: Plot, size: int | None = None) -> None:
+    """Claim: the result is right. With the `size` of a replica, no step is done twice."""
     config = small(storage, *words, "run.steps=24", "checkpoint.every=1000 steps", "checkpoint.node_memory=false")
-    plotted = plot_replicas(seed, NUM_COLLECTIVES, size)
     run = survive(config, plotted).left
     check_weights(run, reference(config))
-    if not takes_the_last_of_a_part(plotted, size):
+    assert sorted(run.history.committed) == [*range(1, 25)]
+    if size and not takes_the_last_of_a_part(plotted, size):
         assert [line["step"] for line in run.history.lines] == [*range(1, 25)]
 
 
@@ -141,14 +140,6 @@ def takes_the_last_of_a_part(plotted: Plot, size: int) -> bool:
             if is_new and member != victim and place % size == world.index(victim) % size:
                 return True
     return False
-
-
-@OFTEN
-def test_a_checkpoint_is_written_by_the_first_replica_alone(words: Words, tmp_path: Path) -> None:
-    config = small(tmp_path, *words)
-    drill(config, worlds=[4])
-    (last,) = (tmp_path / config.run.name / "checkpoints").glob("step-*14")
-    assert sorted(path.name.split("-rank-")[1][:5] for path in last.glob("*.safetensors")) == ["00000", "00001"]
 
 
 AUTO = ("parallel={kind: fsdp, shard_size: auto}",)

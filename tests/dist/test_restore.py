@@ -148,6 +148,7 @@ def test_the_newer_of_copy_and_checkpoint_is_restored(
 ) -> None:
     found = gang.run(come_back, first + 100 * known, str(tmp_path), copied, committed, known)
     assert [each[:2] for each in found] == [expected] * 3
+    assert known or all(0 < each[2] < 60 for each in found)  # the age of the newest checkpoint
 
 
 def test_a_copy_that_has_changed_is_no_candidate(gang: Gang, tmp_path: Path) -> None:
@@ -156,18 +157,10 @@ def test_a_copy_that_has_changed_is_no_candidate(gang: Gang, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("first", "other", "step"), [(300, "data", 0), (310, "model", 0), (320, "hooks", 30)])
-def test_a_copy_of_another_model_or_of_other_data_is_no_candidate(
-    gang: Gang, tmp_path: Path, first: int, other: str, step: int
-) -> None:
+def test_a_copy_of_another_run_is_no_candidate(gang: Gang, tmp_path: Path, first: int, other: str, step: int) -> None:
     found = gang.run(come_back, first, str(tmp_path), 30, 0, False, False, other)
     assert [each[0] for each in found] == [step] * 3
-
-
-def test_workers_that_find_a_copy_know_how_old_the_newest_checkpoint_is(gang: Gang, tmp_path: Path) -> None:
-    (aged, *_) = gang.run(come_back, 210, str(tmp_path / "one"), 30, 20, False)
-    assert aged[:2] == (30, "snapshot")
-    assert 0 < aged[2] < 60
-    assert gang.run(come_back, 220, str(tmp_path / "none"), 30, 0, False) == [(30, "snapshot", math.inf)] * 3
+    assert not step or {each[2] for each in found} == {math.inf}  # there is no checkpoint
 
 
 def _formed(attempt: int, number: int) -> str:
@@ -180,22 +173,20 @@ def gang() -> Iterator[Gang]:
         yield started
 
 
-def test_the_highest_step_wins(gang: Gang, tmp_path: Path) -> None:
-    answers = gang.run(meet, 1, [4, 5, NO_STATE], None, str(tmp_path))
-    assert answers == [(5, 5.0, "rank 1")] * 3
-
-
-def test_workers_that_have_only_begun_begin_at_step_0(gang: Gang, tmp_path: Path) -> None:
-    assert gang.run(meet, 2, [0, NO_STATE, 0], None, str(tmp_path)) == [(0, 0.0, "start")] * 3
-
-
-def test_one_rank_reads_what_the_run_starts_from_if_nobody_holds_it_yet(gang: Gang, tmp_path: Path) -> None:
-    assert gang.run(meet, 4, [NO_STATE] * 3, None, str(tmp_path)) == [(0, 0.5, "start")] * 3
-
-
-def test_survivors_keep_their_state_when_another_is_lost_before_it_is_overwritten(gang: Gang, tmp_path: Path) -> None:
-    answers = gang.run(meet, 3, [5, 5, 0], 2, str(tmp_path))
-    assert answers == [(5, 5.0, "lost"), (5, 5.0, "lost"), (0, 0.0, "left")]
+@pytest.mark.parametrize(
+    ("attempt", "held", "leaves", "expected"),
+    [
+        pytest.param(1, [4, 5, NO_STATE], None, [(5, 5.0, "rank 1")] * 3, id="the highest step wins"),
+        pytest.param(2, [0, NO_STATE, 0], None, [(0, 0.0, "start")] * 3, id="all have only begun"),
+        pytest.param(4, [NO_STATE] * 3, None, [(0, 0.5, "start")] * 3, id="one rank reads what the run starts from"),
+        # Survivors keep their state when another is lost before it is overwritten.
+        pytest.param(3, [5, 5, 0], 2, [(5, 5.0, "lost"), (5, 5.0, "lost"), (0, 0.0, "left")], id="one is lost"),
+    ],
+)
+def test_ranks_agree_on_the_state_to_restore(
+    gang: Gang, tmp_path: Path, attempt: int, held: list[int], leaves: int | None, expected: list[Any]
+) -> None:
+    assert gang.run(meet, attempt, held, leaves, str(tmp_path)) == expected
 
 
 WORLDS = [
@@ -209,9 +200,7 @@ NUM_PROCESSES = 4
 ATTEMPTS = itertools.count(1)  # the gang's store remembers those of former tests: none may come twice
 
 
-def written_or_read(
-    member: Member, attempt: int, folder: str, kind: str, size: int, writes: bool
-) -> dict[str, str] | None:
+def digests_of(member: Member, attempt: int, folder: str, kind: str, size: int, writes: bool) -> dict[str, str] | None:
     """The digests of what a world of `size` wrote, or found."""
     if member.number >= size:
         return None
@@ -251,14 +240,14 @@ def headers_read(member: Member, attempt: int, folder: str, kind: str, size: int
 
     Catalog.readers = readers
     try:
-        written_or_read(member, attempt, folder, kind, size, False)
+        digests_of(member, attempt, folder, kind, size, False)
     finally:
         Catalog.readers = honest
     return num_read
 
 
 def test_each_header_of_a_checkpoint_is_read_by_one_rank(four: Gang, tmp_path: Path) -> None:
-    four.run(written_or_read, next(ATTEMPTS), str(tmp_path), "kind: fsdp", 3, True)
+    four.run(digests_of, next(ATTEMPTS), str(tmp_path), "kind: fsdp", 3, True)
     assert four.run(headers_read, next(ATTEMPTS), str(tmp_path), "kind: fsdp", 4) == [1, 1, 1, 0]
     assert four.run(headers_read, next(ATTEMPTS), str(tmp_path), "kind: fsdp", 2) == [2, 1, 0, 0]
 
@@ -302,7 +291,7 @@ def test_one_state_has_one_digest_whoever_wrote_and_whoever_reads_it(
         folder = str(tmp_path / str(index))
         readers = [WORLDS[(index + distance) % len(WORLDS)] for distance in distances]
         for task in [(kind, size, True), *((*reader, False) for reader in readers)]:
-            answers = four.run(written_or_read, next(ATTEMPTS), folder, *task)
+            answers = four.run(digests_of, next(ATTEMPTS), folder, *task)
             found = {(answer["model"], answer["optimizer"]) for answer in answers if answer}
             assert len(found) == 1, task
             digests |= found

@@ -142,9 +142,7 @@ def lose_a_peer_while_agreeing() -> None:
 
 
 @pytest.mark.parametrize("worlds", [[(0, 1), (1, 0)], [(0, 1), (0, 1)]], ids=["another leads", "the same one leads"])
-def test_a_peer_lost_while_ranks_agree_on_metrics_leaves_no_half_step_and_no_open_tracker(
-    tmp_path: Path, worlds: list[tuple[int, ...]]
-) -> None:
+def test_a_peer_lost_while_ranks_agree_leaves_no_half_step(tmp_path: Path, worlds: list[tuple[int, ...]]) -> None:
     words = ["trackers=[{target: 'tests.dist.test_trackers:Noted'}]", "task.target=tests.dist.test_trackers:Parity"]
     config = small(tmp_path, *words)
     check_weights(drill(config, worlds=worlds, patch=lose_a_peer_while_agreeing), reference(config))
@@ -196,8 +194,6 @@ def test_a_profile_is_a_trace_for_perfetto_and_a_table_and_changes_nothing(tmp_p
 
 
 @pytest.mark.parametrize("profile", ["{}", "{active: 2, ranks: [7]}", "{active: 2, wait: 12}"])
-def test_where_nothing_is_to_be_recorded_or_a_recording_is_not_complete_nothing_is_written(
-    tmp_path: Path, profile: str
-) -> None:
+def test_where_nothing_is_recorded_or_a_trace_is_incomplete_nothing_is_written(tmp_path: Path, profile: str) -> None:
     drill(small(tmp_path, f"profile={profile}"), worlds=[1])
     assert not (tmp_path / "small" / "profile").exists()

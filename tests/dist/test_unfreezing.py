@@ -98,20 +98,12 @@ class OwnGroup:
             run.optimizer.add_param_group({"params": run.model[2].requires_grad_(True).parameters(), "lr": 0.001})
 
 
-HOOKS: dict[str, Any] = {
-    "gradual": Gradual,
-    "alternating": Alternating,
-    "on one rank": OnOneRank,
-    "own group": OwnGroup,
-}
-
-
-def plain_loop(hook: str, optimizer: str) -> dict[str, Tensor]:
+def plain_loop(hook: type[Any], optimizer: str) -> dict[str, Tensor]:
     """Return the weights of a plain loop over all parameters."""
     data, net = Points(), frozen_net().double()
     updates = OPTIMIZERS[optimizer](net.parameters())
     run = SimpleNamespace(model=net, step=0)
-    hooks = HOOKS[hook]()
+    hooks = hook()
     getattr(hooks, "on_start", lambda run: None)(run)
     for step in range(STEPS):
         updates.zero_grad()
@@ -123,18 +115,18 @@ def plain_loop(hook: str, optimizer: str) -> dict[str, Tensor]:
     return dict(net.state_dict())
 
 
-def config_of(folder: Path, hook: str, optimizer: str, *words: str) -> Config:
-    target = f"hooks=[{{target: 'tests.dist.test_unfreezing:{HOOKS[hook].__name__}'}}]"
+def config_of(folder: Path, hook: type[Any], optimizer: str, *words: str) -> Config:
+    target = f"hooks=[{{target: 'tests.dist.test_unfreezing:{hook.__name__}'}}]"
     overrides = [f"run.storage={folder}", "run.name=small", f"run.steps={STEPS}", target, optimizer, *words]
     return parse_config(RUN, "unfreezing.yaml", overrides)
 
 
 @pytest.mark.parametrize(
     ("hook", "kind", "optimizer"),
-    [("gradual", "ddp", NADAM), ("gradual", "fsdp", ADAM), ("alternating", "ddp", SGD), ("alternating", "fsdp", ADAM)],
+    [(Gradual, "ddp", NADAM), (Gradual, "fsdp", ADAM), (Alternating, "ddp", SGD), (Alternating, "fsdp", ADAM)],
 )
 def test_what_hooks_unfreeze_trains_as_in_a_plain_loop_through_resizes_and_a_stop(
-    tmp_path: Path, hook: str, kind: str, optimizer: str
+    tmp_path: Path, hook: type[Any], kind: str, optimizer: str
 ) -> None:
     """The second world has a newcomer, and the last ones read a checkpoint that holds more than a new model's state."""
     config = config_of(tmp_path, hook, optimizer, f"parallel.kind={kind}")
@@ -144,9 +136,9 @@ def test_what_hooks_unfreeze_trains_as_in_a_plain_loop_through_resizes_and_a_sto
 
 
 def test_an_exact_run_that_unfreezes_has_the_same_bits_in_every_world(tmp_path: Path) -> None:
-    words = ("gradual", ADAM, "run.exact=true", "precision.kind=fp32")
-    alone = drill(config_of(tmp_path / "alone", *words), worlds=[1])
-    run = drill(config_of(tmp_path / "worlds", *words), worlds=[2, [2, 0], 1], leave_after=[3, 2])
+    words = ("run.exact=true", "precision.kind=fp32")
+    alone = drill(config_of(tmp_path / "alone", Gradual, ADAM, *words), worlds=[1])
+    run = drill(config_of(tmp_path / "worlds", Gradual, ADAM, *words), worlds=[2, [2, 0], 1], leave_after=[3, 2])
     check_identical(run, alone)
 
 
@@ -167,11 +159,10 @@ def test_an_unfreezing_that_cannot_be_carried_is_refused_by_the_name_of_the_para
 ) -> None:
     said = f"the parameter 2.weight was frozen when the model was built, and is not at step 3: {why}. Build the model"
     with pytest.raises(MemberFailed, match=said):
-        drill(config_of(tmp_path, "gradual", ADAM, words), worlds=[1])
+        drill(config_of(tmp_path, Gradual, ADAM, words), worlds=[1])
 
 
 def test_ranks_that_unfreeze_different_parameters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        MemberFailed, match=r"before step 3 hooks of some ranks have unfrozen [02]\.weight, of others not"
-    ):
-        drill(config_of(tmp_path, "on one rank", ADAM), worlds=[2])
+    said = r"before step 3 hooks of some ranks have unfrozen [02]\.weight, of others not"
+    with pytest.raises(MemberFailed, match=said):
+        drill(config_of(tmp_path, OnOneRank, ADAM), worlds=[2])

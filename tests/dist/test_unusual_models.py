@@ -1,6 +1,7 @@
-"""Models that are more than a chain of layers: buffers that a forward changes, pads, hooks of torch's own reducer."""
+"""Models that are more than a chain of layers: buffers that a forward changes, pads, hooks, unused parameters."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from steadfast.data.batches import Batch
 from steadfast.hooks.hook import HookContext
 from steadfast.parallel.dtensor import is_sharded
 from steadfast.tasks import LanguageModeling, Sums
-from tests.support.claims import check_equal, check_identical, check_run
+from tests.support.claims import check_equal, check_run
 from tests.support.deaths import Plot, survive, undisturbed
 from tests.support.drill import drill
 from tests.support.gang import MemberFailed
@@ -23,6 +24,10 @@ from tests.support.like_nccl import Death
 from tests.support.models import WIDTH, Embedded, Extra, Fused, Normalised
 from tests.support.reference import reference
 from tests.support.small import VOCABULARY, small
+
+HERE = "tests.dist.test_unusual_models"
+COUPLED = "task.coupled=true"  # which layers a forward runs follows from all samples of its microbatch
+NUM_EXPERTS = 5
 
 
 class Pooled(Normalised):
@@ -38,30 +43,21 @@ class Pooled(Normalised):
 def test_running_statistics_are_those_of_one_process_at_any_world_size(
     tmp_path: Path, kind: str, momentum: str
 ) -> None:
-    """Each microbatch counts once in them, and nothing else does: neither warm-ups nor pads."""
+    """Each microbatch counts once in them, and nothing else does: neither warm-ups nor pads, nor a stop."""
     model = f"model.args={{momentum: {momentum}}}"
     words = [f"parallel={{kind: {kind}}}", "model.target=tests.support.models:Normalised", model, "run.epochs=3"]
     config = small(tmp_path, *words)
-    check_run(drill(config, worlds=[3, 1, 4, 2], leave_after=[2, 2, 2]), reference(config))
+    drill(config, worlds=[3, 1], leave_after=[2], stop_after=2)
+    check_run(drill(config, worlds=[4, 2], leave_after=[2]), reference(config))
 
 
 @pytest.mark.parametrize(("kind", "num_microbatches"), [("fsdp", 7), ("ddp", 2)])
-def test_a_worker_without_a_microbatch_runs_what_a_model_can_take(
-    tmp_path: Path, kind: str, num_microbatches: int
-) -> None:
+def test_workers_without_a_share_run_what_a_model_can_take(tmp_path: Path, kind: str, num_microbatches: int) -> None:
     """In a world of three two ranks run a pad in each step, or one rank has nothing but a pad."""
     model = "model.target=tests.dist.test_unusual_models:Pooled"
     size = [f"batch.global_size={4 * num_microbatches}", "batch.microbatch_size=4"]
     config = small(tmp_path, f"parallel.kind={kind}", model, *size)
     check_run(drill(config, worlds=[3, 2], leave_after=[6]), reference(config))
-
-
-def test_a_run_with_running_statistics_that_is_stopped_and_resumed_is_identical(tmp_path: Path) -> None:
-    words = ["precision.kind=fp32", "model.target=tests.support.models:Normalised", "run.steps=40"]
-    undisturbed = drill(small(tmp_path / "undisturbed", *words), worlds=[2])
-    config = small(tmp_path / "stopped", *words)
-    drill(config, worlds=[2], stop_after=19)
-    check_identical(drill(config, worlds=[2]), undisturbed)
 
 
 @pytest.mark.parametrize("collective", [14, 15])
@@ -75,12 +71,6 @@ def test_a_step_that_a_death_breaks_counts_once_in_the_statistics(tmp_path: Path
     for each in held:
         assert 0 < each.step < 18
         assert each.state.digest == calm.states[each.step].digest
-
-
-@pytest.mark.parametrize("parallel", ["{reducer: steadfast}", "{reducer: torch}", "{kind: fsdp}"])
-def test_a_model_with_unused_branches_trains_as_one_process_does(tmp_path: Path, parallel: str) -> None:
-    config = small(tmp_path, "model.target=tests.support.models:Branched", f"parallel={parallel}", "task.coupled=true")
-    check_run(drill(config, worlds=[3, 2], leave_after=[5]), reference(config))
 
 
 def params(run: HookContext) -> dict[str, Tensor]:
@@ -97,25 +87,6 @@ class Held:
         held = {name: tensor.tolist() for name, tensor in {**dict(run.model.named_buffers()), **params(run)}.items()}
         with open(self._folder / "held", "a") as file:
             file.write(json.dumps([run.attempt, run.step, run.rank, held]) + "\n")
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_buffers_that_a_forward_changes_are_the_leaders_after_each_step(tmp_path: Path, kind: str) -> None:
-    hook = f"hooks=[{{target: 'tests.dist.test_unusual_models:Held', args: {{folder: {tmp_path}}}}}]"
-    model = "model.target=tests.support.models:Codebook"
-    run = drill(small(tmp_path, model, hook, f"parallel.kind={kind}", "run.epochs=1"), worlds=[2, 3], leave_after=[2])
-    lines = [json.loads(line) for line in (tmp_path / "held").read_text().splitlines()]
-    held: dict[int, list[dict[str, object]]] = {}
-    for _, step, _, buffers in sorted(lines, key=lambda line: line[:3]):
-        held.setdefault(step, []).append(buffers)
-    assert [len(held[step]) for step in range(1, 6)] == [2] * 3 + [3] * 2
-    for buffers in held.values():
-        assert all(each == buffers[0] for each in buffers)
-    # 7 microbatches: 4 of them the leader's in a world of two, 3 in one of three. The last step has three samples, in
-    # two of the leader's microbatches; the third one is a pad, and counts for nothing.
-    assert [line["num_samples"] for line in run.history.lines] == [13, 13, 13, 13, 3]
-    assert [held[step][0]["seen"] for step in range(1, 6)] == [4, 8, 12, 15, 17]
-    assert run.weights["seen"] == 17
 
 
 class FirstBatch(Embedded):
@@ -170,22 +141,27 @@ class Quantized(Embedded):
         return hidden / (1 + self.largest) + self.codes
 
 
-HERE = "tests.dist.test_unusual_models"
-
-
-@pytest.mark.parametrize("model", ["FirstBatch", "Momentum", "Quantized"])
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("Codebook", "ddp"), ("Codebook", "fsdp"), ("FirstBatch", "ddp"), ("Momentum", "ddp"), ("Quantized", "ddp")],
+)
 def test_state_that_a_forward_writes_is_the_leaders_on_all_ranks_and_in_the_checkpoint(
-    tmp_path: Path, model: str
+    tmp_path: Path, model: str, kind: str
 ) -> None:
     hook = f"hooks=[{{target: '{HERE}:Held', args: {{folder: {tmp_path}}}}}]"
-    config = small(tmp_path, f"model.target={HERE}:{model}", hook, "run.epochs=1")
+    target = f"model.target={'tests.support.models' if model == 'Codebook' else HERE}:{model}"
+    config = small(tmp_path, target, hook, f"parallel.kind={kind}", "run.epochs=1")
     run = drill(config, worlds=[2, 3], leave_after=[2])
     lines = [json.loads(line) for line in (tmp_path / "held").read_text().splitlines()]
     for step in range(1, 6):
         first, *others = (held for _, each, _, held in lines if each == step)
         assert others == [first] * (1 if step < 4 else 2)
-    assert {name: tensor.tolist() for name, tensor in run.weights.items()} == first
-    alone = small(tmp_path / "alone", f"model.target={HERE}:{model}")
+        if model == "Codebook":
+            # Of 7 microbatches 4 are the leader's in a world of two, 3 in one of three. The last step has two of its
+            # microbatches; the third one is a pad, and counts for nothing.
+            assert first["seen"] == [4, 8, 12, 15, 17][step - 1]
+    assert {name: run.weights[name].tolist() for name in first} == first
+    alone = small(tmp_path / "alone", target)
     check_run(drill(alone, worlds=[1]), reference(alone))
 
 
@@ -290,9 +266,8 @@ def test_a_buffer_that_never_changes_is_none_that_a_pad_has_changed(tmp_path: Pa
 
 def test_layers_that_mix_the_samples_of_workers_are_refused(tmp_path: Path) -> None:
     config = small(tmp_path, "model.target=tests.dist.test_unusual_models:Mixing")
-    with pytest.raises(
-        MemberFailed, match="its layer norm is a SyncBatchNorm: it mixes one microbatch of every worker"
-    ):
+    said = "its layer norm is a SyncBatchNorm: it mixes one microbatch of every worker"
+    with pytest.raises(MemberFailed, match=said):
         drill(config, worlds=[1])
 
 
@@ -314,10 +289,7 @@ class Asked(LanguageModeling):
 
 @pytest.mark.parametrize("parallel", ["{reducer: torch}", "{reducer: steadfast}", "{kind: fsdp}"])
 def test_a_task_sees_the_attributes_of_the_plain_model(tmp_path: Path, parallel: str) -> None:
-    words = [
-        "model.target=tests.support.models:Normalised",
-        "task.target=tests.dist.test_unusual_models:Asked",
-    ]
+    words = ["model.target=tests.support.models:Normalised", f"task.target={HERE}:Asked"]
     run = drill(small(tmp_path, *words, f"parallel={parallel}", "run.steps=3"), worlds=[2])
     assert run.summary["status"] == "finished"
 
@@ -357,3 +329,122 @@ def test_a_hook_that_the_task_registers_sums_the_gradients_in_every_world(tmp_pa
         return
     with pytest.raises(AssertionError):
         check_run(run, reference(small(tmp_path)))
+
+
+class Block(nn.Module):
+    """Chooses one of its experts for each microbatch: half of the time at random, else by its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(NUM_EXPERTS)])
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, hidden: Tensor, number: int) -> Tensor:
+        if self.training and number % 2:
+            number = int(torch.randint(NUM_EXPERTS, ()))
+        mixed: Tensor = self.experts[number % NUM_EXPERTS](self.norm(hidden))
+        return hidden + torch.tanh(mixed)
+
+
+class Half(Embedded):
+    """A model with blocks, whose own embedding is a part of the halves' alternation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, int(tokens.sum()))
+        return hidden
+
+
+class Alternating(nn.Module):
+    """Two models that are trained in turns, as the two of a GAN are, and a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleDict({"even": Half(), "odd": Half()})
+        self.never = nn.Linear(12, 12)
+        self.turn = "odd"
+
+    def blocks(self) -> Iterator[nn.Module]:
+        for half in self.halves.values():
+            yield from half.layers  # type: ignore[misc]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.halves[self.turn if self.training else "even"](tokens)
+        return logits
+
+
+def take_turn(model: nn.Module, step: int) -> None:
+    model.turn = "odd" if step % 2 else "even"  # type: ignore[assignment]
+
+
+class Turns:
+    """Sets whose turn it is in the next step."""
+
+    def on_start(self, run: HookContext) -> None:
+        take_turn(run.model, run.step + 1)
+
+    on_step = on_start
+
+
+@pytest.mark.parametrize(
+    ("words", "worlds"),
+    [
+        (["parallel.kind=ddp"], [1, 4, 2, 3]),
+        (["run.exact=true", "run.deterministic=true"], [3, 1, 4, 2]),
+        (["parallel.reducer=torch"], [1, 4, 2, 3]),
+        (["parallel.kind=data_parallel", "scaling.num_workers=1"], [1]),
+        (["parallel.kind=fsdp"], [1, 4, 2, 3]),
+        (["parallel={kind: fsdp, reduce_every_microbatch: true}"], [3, 1, 4, 2]),
+        (["parallel={kind: fsdp, reshard_after_forward: false, cpu_offload: true}"], [2, 3]),
+        (["parallel={kind: fsdp, shard_size: 2}"], [2, 4]),
+        (["parallel={kind: fsdp, shard_size: 2, reduce_every_microbatch: true}"], [4, 2]),
+    ],
+    ids=["ddp", "exact", "torch", "data_parallel", "fsdp", "every", "offload", "hsdp", "hsdp_every"],
+)
+def test_unused_parameters_are_left_alone_as_in_a_plain_loop(
+    tmp_path: Path, words: list[str], worlds: list[int]
+) -> None:
+    """Three microbatches of a step use three experts of five at most; one worker of four, or of two, runs a pad."""
+    model = f"model.target={HERE}:Alternating"
+    turns = f"hooks=[{{target: '{HERE}:Turns'}}]"
+    optimizer = "optimizer={kind: adamw, lr: 1.0e-2, weight_decay: 0.3, betas: [0.8, 0.9], max_grad_norm: 0.5}"
+    config = small(tmp_path, model, turns, optimizer, "batch.global_size=5", COUPLED, *words)
+    check_run(drill(config, worlds, leave_after=[2] * (len(worlds) - 1)), reference(config, before_step=take_turn))
+
+
+def test_fsdp_adds_up_microbatches_of_different_experts_in_16_bits(tmp_path: Path) -> None:
+    """Gradients of earlier microbatches are kept in fp32 then, and those of the last one come in bf16."""
+    config = small(tmp_path, f"model.target={HERE}:Alternating", "parallel.kind=fsdp", "precision.kind=bf16", COUPLED)
+    found = drill(config, [2, 1], leave_after=[4])
+    expected = reference(config)
+    assert [line["loss"] for line in found.history.lines] == pytest.approx(expected.losses, abs=0.05)
+    assert found.weights["never.weight"].double().equal(expected.weights["never.weight"].float().double())
+
+
+class Scattered(Embedded):
+    """Has experts that fsdp gathers one by one, and runs one of them for each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(12, 12) for _ in range(NUM_EXPERTS)])
+
+    def between(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        mixed: Tensor = self.experts[int(tokens.sum()) % NUM_EXPERTS](hidden)
+        return hidden + mixed
+
+
+@pytest.mark.parametrize("parallel", ["{kind: fsdp}", "{kind: fsdp, shard_size: 2}"])
+def test_fsdp_refuses_ranks_that_run_different_layers(tmp_path: Path, parallel: str) -> None:
+    """Layers of one size are taken for each other otherwise, without any error of torch's."""
+    config = small(tmp_path, f"model.target={HERE}:Scattered", f"parallel={parallel}", COUPLED)
+    with pytest.raises(MemberFailed, match=r"TrainingError: .*the ranks did not run the same layers in one step"):
+        drill(config, [2])
+
+
+def test_fsdp_trains_experts_that_are_gathered_with_the_model(tmp_path: Path) -> None:
+    config = small(tmp_path, f"model.target={HERE}:Scattered", "parallel={kind: fsdp, wrap: [Embedding]}", COUPLED)
+    check_run(drill(config, [2, 3], leave_after=[4]), reference(config))

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -152,11 +153,8 @@ def _record_steps(member: Member, config: Config) -> dict[int, State]:
 
     WorkerState.advance_to = advance_to
     directory = RunDirectory.of(config)
-    runtime = DrillRuntime(member, [Attempt(1, [0, 1, 2], None, None)], directory)
-    try:
+    with closing(DrillRuntime(member, [Attempt(1, [0, 1, 2], None, None)], directory)) as runtime:
         work(config, runtime, directory)
-    finally:
-        runtime.close()
     return states
 
 
@@ -194,11 +192,17 @@ def _survive(member: Member, config: Config, plotted: Plot) -> list[Held]:
         return honest(self, world, parallel)
 
     WorkerState.prepare = prepare
-    try:
+    with closing(runtime):
         work(config, runtime, directory)
-    finally:
-        runtime.close()
     return held
+
+
+def take_part(member: Member, config: Config, plotted: Plot) -> bool:
+    """Train in the worlds of the plot that this process is in. Return True, as one that is killed does not."""
+    directory = RunDirectory.of(config)
+    with closing(MortalRuntime(member, plotted, directory)) as runtime:
+        work(config, runtime, directory)
+    return True
 
 
 class MortalRuntime(DrillRuntime):

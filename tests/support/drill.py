@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
@@ -135,11 +136,8 @@ def _members(world: Members) -> Sequence[int]:
 
 def _take_part(member: Member, config: Config, schedule: list[Attempt]) -> list[Seat]:
     directory = RunDirectory.of(config)
-    runtime = DrillRuntime(member, schedule, directory)
-    try:
+    with closing(DrillRuntime(member, schedule, directory)) as runtime:
         work(config, runtime, directory)
-    finally:
-        runtime.close()
     return runtime.seats
 
 

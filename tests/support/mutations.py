@@ -25,7 +25,7 @@ from steadfast.data.order import Int64s, SampleOrder
 from steadfast.loop.totals import Totals
 from steadfast.parallel.buckets import PlainSum
 from steadfast.parallel.fixed_point import FixedPoint
-from steadfast.plan import Plan, Shares
+from steadfast.plan import Plan
 from steadfast.tasks import LanguageModeling, Sums
 from tests.support.small import Tokens
 
@@ -146,13 +146,6 @@ def forget_what_loaders_have_read() -> None:
         honest(self, plan, 0, *rest)
 
     _replace(SpeedBalance, "__init__", init)
-
-
-def reshare_one_step_later_on_rank_1() -> None:
-    def change(honest: Any, self: Plan, first_step: int, shares: Shares) -> Any:
-        return honest(self, first_step + dist.get_rank(), shares)
-
-    _replace(Plan, "change", change)
 
 
 def add_gradients_as_floats() -> None:
