@@ -1,15 +1,14 @@
-"""What an exact run costs: the app with `run.exact` beside the app without, and what of it lies where.
+"""What of the cost of an exact run lies where (sides.py has the whole), and what a check by recomputation adds to it.
 
-python -m tests.benchmarks.exact --pairs 20
-python -m tests.benchmarks.exact --pairs 20 --audit
+python -m tests.benchmarks.exact --checks 20
 python -m tests.benchmarks.exact --parts
 
-Three of them take turns of some steps each (turns.py): exact, ordinary, and ordinary again, whose ratio to the second
-one is the A/A control. `--audit` has one microbatch computed twice in every tenth step of a run, and compares these
-steps with those around them. `--parts` times the pieces by themselves, in one process and between two: what the
-gradient of a microbatch takes to become integers, the way back, and the sum over ranks of fp32 and of int64.
+A check has one microbatch computed twice, in every tenth step of a run; these steps are compared with those around
+them. `--parts` times the pieces by themselves, in one process and between two: what the gradient of a microbatch takes
+to become integers, the way back, and the sum over ranks of fp32 and of int64.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -24,23 +23,14 @@ from torch import multiprocessing
 
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.storage import LocalStore
-from tests.benchmarks.commands import app_under_torchrun, parser_of_pairs, write_config
-from tests.benchmarks.sides import COLUMNS, take_sides
+from tests.benchmarks.commands import app_under_torchrun, write_config
 from tests.benchmarks.speed import CASES, Case
-from tests.benchmarks.statistics import compare_sides, estimate, table, verdict
+from tests.benchmarks.statistics import estimate, table, verdict
 from tests.support.history import read_ledger
 
-LIMIT = 1.25  # of the time without it
 _CHECK_EVERY = 10  # steps, so that many are checked in a short time
 _MOST = 1.0  # of a step, that a check may add to it: 1 % at one step in a hundred
 _CPU = torch.device("cpu")
-
-
-def compare(case: Case, num_pairs: int, steps_per_block: int, folder: Path) -> list[str]:
-    """One row of the table."""
-    on, off = ({"run": {"exact": wanted}, "checkpoint": {"node_memory": False}} for wanted in (True, False))
-    seconds = take_sides(case, num_pairs, steps_per_block, folder, on, off)
-    return [case.name, f"{case.num_params / 1e6:.2f} M", *compare_sides(seconds, steps_per_block, LIMIT)]
 
 
 def audit(case: Case, num_checks: int, folder: Path) -> list[str]:
@@ -110,25 +100,17 @@ def _milliseconds(act: Callable[[], object], times: int = 15) -> float:
 
 
 def main() -> None:
-    parser = parser_of_pairs(20)
-    parser.add_argument("--steps", type=int, default=4, help="of a turn")
-    parser.add_argument(
-        "--audit", action="store_true", help="what recompute.every costs in an exact run, by so many checks as pairs"
-    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checks", type=int, default=20)
     parser.add_argument("--parts", action="store_true", help="time the pieces instead")
     options = parser.parse_args()
     case = CASES["10m"]
     if options.parts:
         print(table([["piece", "ms"], *parts(case.num_params)]))
         return
+    titles = ["model", "usual ms/step", "a check adds to its step [95 %]", "every 100 steps", "verdict"]
     with tempfile.TemporaryDirectory(prefix="exact-") as folder:
-        if options.audit:
-            titles = ["model", "usual ms/step", "a check adds to its step [95 %]", "every 100 steps", "verdict"]
-            print(table([titles, audit(case, options.pairs, Path(folder))]))
-            return
-        row = compare(case, options.pairs, options.steps, Path(folder))
-    print(table([["model", "parameters", *COLUMNS], row]))
-    print(f"{options.pairs} pairs of {options.steps} steps; verdict: the interval reaches down to {LIMIT}")
+        print(table([titles, audit(case, options.checks, Path(folder))]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python -m tests.benchmarks.reducers --pairs 24
 
 The same application under torchrun, three times: `reducer: steadfast`, `reducer: torch`, and the latter again for the
-A/A control. They take turns as in throughput.py. Four workers on two cores wait for each other's processors too.
+A/A control. They take turns as in speed.py. Four workers on two cores wait for each other's processors too.
 """
 
 import tempfile
@@ -30,15 +30,12 @@ def compare(case: Case, num_workers: int, num_pairs: int, folder: Path) -> list[
 
 
 def main() -> None:
-    parser = parser_of_pairs(24)
-    parser.add_argument("--model", choices=CASES, action="append", help="default: all")
-    parser.add_argument("--workers", type=int, action="append", help="default: 1, 2 and 4")
-    options = parser.parse_args()
+    options = parser_of_pairs(24).parse_args()
     rows = [["model", "workers", "buckets ms/step", "ddp ms/step", "ratio [95 %]", "A/A [95 %]", "verdict"]]
-    for name in options.model or CASES:
-        for num_workers in options.workers or (1, 2, 4):
+    for case in CASES.values():
+        for num_workers in (1, 2, 4):
             with tempfile.TemporaryDirectory(prefix="reducers-") as folder:
-                rows.append(compare(CASES[name], num_workers, options.pairs, Path(folder)))
+                rows.append(compare(case, num_workers, options.pairs, Path(folder)))
     print(table(rows))
     print(f"{options.pairs} pairs; verdict: the interval reaches down to {LIMIT}")
 
