@@ -31,7 +31,7 @@ def audit(case: Case, num_checks: int, folder: Path) -> list[str]:
         run={"storage": str(folder / "runs"), "name": "audit", "steps": num_steps, "exact": True, "report": False},
         **case.sections(),
         checkpoint={"node_memory": False},
-        audit={"recompute": f"{_CHECK_EVERY} steps"},
+        recompute={"every": f"{_CHECK_EVERY} steps"},
     )
     subprocess.run([sys.executable, *app_under_torchrun(config)], check=True, stdout=subprocess.DEVNULL, timeout=1200)
     step_s = {line["step"]: line["step_s"] for line in read_ledger(LocalStore(folder / "runs" / "audit")).lines}
