@@ -172,6 +172,8 @@ ODD_OWNERS = [json.dumps({**WRITTEN, key: value}) for key, values in ODD.items()
 @pytest.mark.parametrize("text", ["", "null", "[]", "{}", "5", "\0\0", "[" * 100_000, *ODD_OWNERS])
 def test_an_owner_that_nobody_has_written_is_none(text: str) -> None:
     store = MemoryStore()
+    store.commit("owner.json", json.dumps(WRITTEN).encode())
+    assert read_owner(store).attempt == 1, "else it would not be the odd value"
     store.commit("owner.json", text.encode())
     assert read_owner(store) is None
     assert Ownership.claim(store).next_attempt() == 1

@@ -32,9 +32,10 @@ SHOWN = "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffdabc\ufffd\ufffd[/bold] [red
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a terminal in which no line is folded."""
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fold no line, and spare `status` its wait for the workers of runs that only look as if they were in progress."""
     monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr(steadfast.commands.status, "_WORKERS_S", 0.0)
 
 
 def append(path: Path, *lines: dict[str, Any]) -> None:
@@ -149,12 +150,6 @@ def test_a_report_shows_what_was_read_from_the_configuration_and_does_not_follow
     page = report_of(tmp_path / "run")
     assert "of another user" not in page
     assert ("the file is a link, which is not followed" in page) is (name == "config.yaml")
-
-
-@pytest.fixture(autouse=True)
-def no_worker_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare `status` its wait for the workers of runs that only look as if they were in progress."""
-    monkeypatch.setattr(steadfast.commands.status, "_WORKERS_S", 0.0)
 
 
 NAN = float("nan")
