@@ -1,4 +1,4 @@
-"""What checkpoints cost: steps a second beside none, the time that one blocks training, and what hashing adds.
+"""What checkpoints cost: steps a second beside none, and the time that one blocks training.
 
 python -m tests.benchmarks.checkpoints
 
@@ -9,10 +9,6 @@ in the background, read back and deleted burdens that turn and no other; how man
 Blocked: each contender of savers.py once a round, in one process. A/A is ours beside ours. `new memory` is the first
 checkpoint of a process, `steady` any other.
 
-Hashing: from the save to the commit, and to the end of retention, which reads back what was written. Without: sha256 is
-replaced in steadfast.checkpoint.catalog, which takes it of what it writes and reads back. So until the commit the ratio
-is of one hash, until the end of retention of two.
-
 Comparing: two ranks of ddp save at once, with and without the comparison of their states. The time is that of the
 slower one, from a barrier to a barrier: the next step cannot end before.
 """
@@ -21,19 +17,15 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from steadfast.checkpoint import catalog
 from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.writer import Writer
@@ -45,14 +37,14 @@ from steadfast.storage import LocalStore
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import WorkerProcess, form_world
 from tests.benchmarks.commands import app_under_torchrun, parser_of_pairs, write_config
-from tests.benchmarks.savers import Ours, Training, run_in_ray_train
+from tests.benchmarks.savers import Training, run_in_ray_train
 from tests.benchmarks.speed import CASES, Case, app_sections, take_turns
 from tests.benchmarks.statistics import compare_sides, paired_ratio, table, verdict
 from tests.benchmarks.turns import read_text
 from tests.support.events import event_lines
 from tests.support.gang import Gang, Member
 
-RATE_LIMIT, BLOCKED_LIMIT, HASHING_LIMIT, COMPARING_LIMIT = 0.965, 0.1, 1.1, 1.05
+RATE_LIMIT, BLOCKED_LIMIT, COMPARING_LIMIT = 0.965, 0.1, 1.05
 SMALL = CASES["10m"]
 MODELS = {
     "gpt 10M": SMALL.model,
@@ -136,42 +128,6 @@ def blocked(options: argparse.Namespace, folder: Path) -> str:
     return "\n".join([table(rows), *notes, sure])
 
 
-def hashing(options: argparse.Namespace, folder: Path) -> str:
-    training = Training(SMALL.model)
-    ours = Ours(training, folder / "hashing")
-    sides: dict[str, Callable[[], AbstractContextManager[None]]] = {"with": nullcontext, "without": _without_sha256}
-    sides["control"] = sides["with"]
-    commit_s: dict[str, list[float]] = {side: [] for side in sides}
-    end_s: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(options.pairs + 1):
-        for side in list(sides)[:: 1 if turn % 2 else -1]:
-            with sides[side]():
-                began = time.perf_counter()
-                ours.save()
-                commit_s[side].append(ours.settle().seconds)
-                end_s[side].append(time.perf_counter() - began)
-    rows = [["state", "from the save to", "with ms", "without ms", "ratio [95 %]", "A/A [95 %]", "verdict"]]
-    for until, seconds in (("the commit", commit_s), ("the end of retention", end_s)):
-        counted = {side: values[1:] for side, values in seconds.items()}
-        rows.append([f"{training.num_bytes / 1e6:.0f} MB", until, *compare_sides(counted, 1, HASHING_LIMIT)])
-    return f"{table(rows)}\n{options.pairs} pairs; verdict: the interval reaches down to {HASHING_LIMIT:g}"
-
-
-class _NoDigest:
-    def update(self, data: object) -> None: ...
-
-    def hexdigest(self) -> str:
-        return ""
-
-
-@contextmanager
-def _without_sha256() -> Iterator[None]:
-    """Around whole checkpoints: the writer's thread looks it up."""
-    replaced = SimpleNamespace(sha256=_NoDigest)
-    with mock.patch.object(catalog, "hashlib", replaced):
-        yield
-
-
 def comparing(options: argparse.Namespace, folder: Path) -> str:
     rows = [["model", "state", "with ms", "without ms", "ratio [95 %]", "A/A [95 %]", "verdict"]]
     with Gang(2) as gang:
@@ -213,7 +169,6 @@ def _save_in_turns(
 PARTS: dict[str, Callable[[argparse.Namespace, Path], str]] = {
     "throughput": throughput,
     "blocked": blocked,
-    "hashing": hashing,
     "comparing": comparing,
 }
 

@@ -29,7 +29,10 @@ from tests.support.command import Command, Running, descendants, is_alive
 
 WORLD_SIZE = 3
 STRATEGIES = ("ddp", "fsdp")
-_WORDS = ["run.steps=10000000", "logging.every_steps=1000", "trackers=[]", "validation.every=null"]
+_WORDS = [
+    *("run.steps=10000000", "logging.every_steps=1000", "trackers=[]"),
+    *("validation.every=null", "checkpoint.every=1 minutes"),
+]
 _STORE_BYTES = 80 * 2**20
 _BETWEEN_STEPS = 60  # that a run trains before the next death
 _GROWN_S = 25.0  # a node whose workers keep dying younger than 20 s is left out for ten minutes
@@ -155,11 +158,8 @@ class Death:
     redone: int
 
 
-def measure_nodes(folder: Path, kind: str, every: str, rounds: int, names: list[str]) -> dict[str, list[Death]]:
-    words = [f"parallel.kind={kind}", f"scaling.num_workers=[1,{WORLD_SIZE}]", f"checkpoint.every={every}"]
-    wanted = [name for name in names if name in KINDS]
-    if not wanted:
-        return {}
+def measure_nodes(folder: Path, kind: str, rounds: int) -> dict[str, list[Death]]:
+    words = [f"parallel.kind={kind}", f"scaling.num_workers=[1,{WORLD_SIZE}]"]
     nodes = Nodes(Command(folder, name=kind), words)
 
     def strike(name: str) -> Death:
@@ -168,23 +168,20 @@ def measure_nodes(folder: Path, kind: str, every: str, rounds: int, names: list[
         return _measured(lambda: nodes.running, partial(KINDS[name][0], nodes), name in RESTARTED)
 
     try:
-        return _measure_all(kind, rounds, wanted, strike)
+        return _measure_all(kind, rounds, [*KINDS], strike)
     finally:
         nodes.close()
 
 
-def measure_embedded(folder: Path, kind: str, every: str, rounds: int, names: list[str]) -> dict[str, list[Death]]:
-    words = [f"parallel.kind={kind}", f"scaling.num_workers={WORLD_SIZE}", f"checkpoint.every={every}"]
-    wanted = [name for name in OWN if name in names]
-    if not wanted:
-        return {}
+def measure_embedded(folder: Path, kind: str, rounds: int) -> dict[str, list[Death]]:
+    words = [f"parallel.kind={kind}", f"scaling.num_workers={WORLD_SIZE}"]
     running = Command(folder, name=f"{kind}-embedded").start(*_WORDS, *words)
 
     def strike(name: str) -> Death:
         return _measured(lambda: running, lambda: kill(*_below(running.process.pid, OWN[name])), restarts=True)
 
     try:
-        return _measure_all(kind, rounds, wanted, strike)
+        return _measure_all(kind, rounds, [*OWN], strike)
     finally:
         running.end()
 
@@ -269,16 +266,13 @@ def _below(root: int, title: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
-    parser.add_argument("--every", default="1 minutes", help="checkpoint.every")
-    parser.add_argument("--only", nargs="+", default=[*KINDS, *OWN], metavar="KIND")
     options = parser.parse_args()
     processes.adopt_orphans()
     rows = [["what is killed", "strategy", "steps redone", "seconds", "all seconds", "goes on"]]
     with tempfile.TemporaryDirectory(prefix="deaths-") as folder:
         os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
-        for kind in options.strategies:
-            given = Path(folder), kind, options.every, options.rounds, options.only
+        for kind in STRATEGIES:
+            given = Path(folder), kind, options.rounds
             for name, deaths in {**measure_nodes(*given), **measure_embedded(*given)}.items():
                 seconds = [death.seconds for death in deaths]
                 by = "by hand: the same command" if KINDS.get(name, (None, False))[1] else "by itself"

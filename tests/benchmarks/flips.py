@@ -277,10 +277,10 @@ def count(trials: list[list[Trial]], answers: list[Any]) -> dict[str, Counter[st
 HEAD = ("flips", "changed", "found", "missed", "right rank", "same bits after", "wrong alarms", "run ended")
 
 
-def bench(num_flips: int, num_steps: int, seed: int, precision: str, mode: str) -> tuple[dict[str, Counter[str]], bool]:
+def bench(num_flips: int, num_steps: int, seed: int, precision: str) -> tuple[dict[str, Counter[str]], bool]:
     """Return the figures by place, and whether all ranks ended with one state, that of steps without any flip."""
     with tempfile.TemporaryDirectory() as folder:
-        words = (f"run.{mode}=true", f"precision.kind={precision}", f"run.steps={num_steps}")
+        words = ("run.exact=true", f"precision.kind={precision}", f"run.steps={num_steps}")
         config = small(Path(folder), *words)
         trials = draw(config, num_flips, num_steps, seed)
         with Gang(SIZE) as gang:
@@ -296,16 +296,15 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp64"), default="fp32")
-    parser.add_argument("--mode", choices=("exact", "deterministic"), default="exact")
     options = parser.parse_args()
     began_s = time.monotonic()
-    rows, same = bench(options.flips, options.steps, options.seed, options.precision, options.mode)
+    rows, same = bench(options.flips, options.steps, options.seed, options.precision)
     cells = [["where", *HEAD]]
     for name in sorted(rows):
         cells.append([name, *(str(rows[name][column]) for column in HEAD)])
     print(table(cells))
     print(f"state of all ranks in the end as without any flip: {'yes' if same else 'NO'}")
-    what = f"{options.flips} flips in {options.steps} steps, {options.precision}, {options.mode}"
+    what = f"{options.flips} flips in {options.steps} steps, {options.precision}"
     print(f"{what}: {time.monotonic() - began_s:.0f} s")
     bad = sum(row["missed"] + row["wrong alarms"] + row["run ended"] for row in rows.values())
     found = sum(row["found"] for row in rows.values())

@@ -11,7 +11,6 @@ CPU seconds of a rank for a message). Published: failures for each GPU and day (
 96,000 GPUs (NCCLX), and the times in which gloo connects (pytorch/gloo#408). Assumed: everything else below.
 """
 
-import argparse
 import heapq
 import math
 from collections.abc import Callable
@@ -94,14 +93,10 @@ def goodput(strategy: Strategy, n: int, days: float, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--days", type=float, default=30.0)
-    parser.add_argument("--seeds", type=int, default=10)
-    options = parser.parse_args()
     sizes = [64, 256, 1024, 4096, 16384]
     rows = [["", *(f"{n:,}" for n in sizes)], ["our stall, s", *(f"{our_stall_s(n):.1f}" for n in sizes)]]
     for strategy in STRATEGIES:
-        found = [np.mean([goodput(strategy, n, options.days, seed) for seed in range(options.seeds)]) for n in sizes]
+        found = [np.mean([goodput(strategy, n, days=30.0, seed=seed) for seed in range(10)]) for n in sizes]
         rows.append([f"{strategy.name}, %", *(f"{100 * each:.2f}" for each in found)])
     print(table(rows))
 

@@ -3,7 +3,6 @@
 python -m tests.benchmarks.memory
 """
 
-import argparse
 from typing import NamedTuple
 
 from steadfast.commands.plan import plan
@@ -67,13 +66,10 @@ def _measure(member: Member, config: Config) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
-    options = parser.parse_args()
     rows = [["parameters", "strategy", "workers", "estimated MiB", "measured MiB", "ratio"]]
     for size in SIZES:
         for strategy in ("ddp", "fsdp"):
-            for num_workers in options.workers:
+            for num_workers in (2, 3):
                 found = compare(config_of(size, strategy, num_workers))
                 megabytes = [f"{each / 2**20:.2f}" for each in found]
                 rows.append([size, strategy, str(num_workers), *megabytes, f"{found.ratio:.4f}"])

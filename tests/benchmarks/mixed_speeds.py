@@ -80,11 +80,9 @@ def _config(case: str, side: str, num_blocks: int, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = parser_of_pairs(24)
-    parser.add_argument("--case", choices=CASES, action="append", help="default: all")
-    options = parser.parse_args()
+    options = parser_of_pairs(24).parse_args()
     rows = [["workers", "shares", "speed ms/step", "even ms/step", "speed-up [95 %]", "A/A [95 %]", "verdict"]]
-    for case in options.case or CASES:
+    for case in CASES:
         with tempfile.TemporaryDirectory(prefix="mixed-speeds-") as folder:
             rows.append(compare(case, options.pairs, Path(folder)))
     print(table(rows))

@@ -91,13 +91,12 @@ class Ours:
         self._checkpoints.save(self._step, self._training.state, {})
         return time.perf_counter() - began
 
-    def settle(self) -> events.Checkpoint:
+    def settle(self) -> None:
         """Until what it replaces has been deleted as well."""
         self._checkpoints.wait_for_commit(_LIMIT_S)
         [news] = self._checkpoints.news()
         if not isinstance(news, events.Checkpoint):
             raise RuntimeError(news.line())
-        return news
 
 
 class OursInNewMemory:

@@ -1,9 +1,9 @@
-"""Seconds from the command to the end of the first step: this app under Ray, under torchrun, and the peer.
+"""Seconds from the command to the end of the first step: this app under Ray, and the peer.
 
 python -m tests.benchmarks.startup --pairs 5
 
-One round starts each of them once, alone; the order is reversed from round to round. Beside the seconds stand the CPU
-seconds that all processes of a command burnt until then, which another user of the machine disturbs far less.
+One round starts both once, one after the other; the order is reversed from round to round. Beside the seconds stand
+the CPU seconds that all processes of a command burnt until then, which another user of the machine disturbs far less.
 """
 
 import json
@@ -17,10 +17,10 @@ from statistics import median
 
 import psutil
 
-from tests.benchmarks.commands import Running, app_under_ray, app_under_torchrun, parser_of_pairs, peer, write_config
+from tests.benchmarks.commands import Running, app_under_ray, parser_of_pairs, peer, write_config
 from tests.benchmarks.statistics import paired_ratio, table
 
-SIDES = ("app, ray", "app, torchrun", "peer, torchrun")
+SIDES = ("app, ray", "peer, torchrun")
 # Phases of Ray's start, each ended by the first process with such a title.
 RAY_PHASES = {
     "imports": "gcs_server",  # of the command, until it starts Ray
@@ -52,13 +52,13 @@ def start(side: str, folder: Path) -> Start:
     events, first_step = folder / "startup" / "events.jsonl", folder / "first_step"
     command, first_step_at = {
         "app, ray": (app_under_ray(config), lambda: _started(events).get("time_s")),
-        "app, torchrun": (app_under_torchrun(config), lambda: _started(events).get("time_s")),
         "peer, torchrun": (peer(config, first_step=first_step), lambda: _number(first_step)),
     }[side]
     began = time.time()
     with Running(side, command, folder / "log") as running:
         found, seen = _watch(running, began, first_step_at)
-        found.phases = _phases(side, _started(events), seen, found.ready_s)
+        if started := _started(events):
+            found.phases = _phases(started, seen, found.ready_s)
     return found
 
 
@@ -88,17 +88,13 @@ def _family(pid: int) -> Iterator[tuple[int, str, float]]:
             yield process.pid, " ".join(process.cmdline()), times.user + times.system
 
 
-def _phases(side: str, started: dict[str, float], seen: dict[str, float], ready_s: float) -> dict[str, float]:
+def _phases(started: dict[str, float], seen: dict[str, float], ready_s: float) -> dict[str, float]:
     phases: dict[str, float] = {}
-    if side == "app, ray":
-        until = 0.0
-        for phase in sorted(seen, key=lambda name: seen[name]):
-            phases[phase], until = seen[phase] - until, seen[phase]
-    if started:
-        own = {phase: started[f"{phase}_s"] for phase in APP_PHASES}
-        rest = ready_s - sum(phases.values()) - sum(own.values())
-        phases |= {"worker imports" if phases else "imports": rest, **own}
-    return phases
+    until = 0.0
+    for phase in sorted(seen, key=lambda name: seen[name]):
+        phases[phase], until = seen[phase] - until, seen[phase]
+    own = {phase: started[f"{phase}_s"] for phase in APP_PHASES}
+    return {**phases, "worker imports": ready_s - until - sum(own.values()), **own}
 
 
 def _started(events: Path) -> dict[str, float]:
@@ -112,28 +108,24 @@ def _number(path: Path) -> float | None:
 
 
 def main() -> None:
-    parser = parser_of_pairs(5)
-    parser.add_argument("--side", choices=SIDES, action="append", help="default: all")
-    options = parser.parse_args()
-    sides = options.side or list(SIDES)
-    starts: dict[str, list[Start]] = {side: [] for side in sides}
+    options = parser_of_pairs(5).parse_args()
+    starts: dict[str, list[Start]] = {side: [] for side in SIDES}
     for number in range(options.pairs):
-        for side in sides if number % 2 else sides[::-1]:
+        for side in SIDES if number % 2 else SIDES[::-1]:
             with tempfile.TemporaryDirectory(prefix="startup-") as folder:
                 starts[side].append(found := start(side, Path(folder)))
             print(f"{number + 1}/{options.pairs} {side}: {found.ready_s:.1f} s, {found.cpu_s:.1f} CPU s", flush=True)
 
     rows = [["", "first step after s", "CPU s", "processes", "ratio to the last row"]]
-    for side in sides:
-        mine, last = starts[side], starts[sides[-1]]
+    for side in SIDES:
+        mine, last = starts[side], starts[SIDES[-1]]
         ratio = paired_ratio([each.ready_s for each in mine], [each.ready_s for each in last])
         figures = [f"{median(each.ready_s for each in mine):.1f}", f"{median(each.cpu_s for each in mine):.1f}"]
         rows.append([side, *figures, f"{median(each.num_processes for each in mine):.0f}", str(ratio)])
     print(table(rows))
-    for side in sides:
-        if names := list(starts[side][0].phases):
-            medians = {name: median(each.phases.get(name, 0.0) for each in starts[side]) for name in names}
-            print(f"{side}: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in medians.items()))
+    ours = starts[SIDES[0]]
+    medians = {name: median(each.phases.get(name, 0.0) for each in ours) for name in ours[0].phases}
+    print("phases: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in medians.items()))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     rows: list[tuple[str, ...]] = [("storm", "contender", *COLUMNS)]
     for name, group in _storms(outcomes):
         for index, outcome in enumerate(group):
-            rows.append(("" if index else name, outcome.contender, *_figures(outcome)))
+            figures = [_shown(getattr(outcome, column)) for column in COLUMNS]
+            rows.append(("" if index else name, outcome.contender, *figures))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, "", *_notes(outcomes)])
@@ -56,9 +57,8 @@ def page(outcomes: Sequence[Outcome], facts: Mapping[str, Any]) -> str:
     parts = [_STYLE, "<h1>The same work under the same faults</h1>"]
     parts.append(f"<p>{html.escape(_facts(facts))}</p>")
     for name, group in _storms(outcomes):
-        parts.append(f"<h2>{html.escape(name)}</h2>{picture(group)}{_html_table(group)}")
-    parts += [f"<p>{html.escape(note)}</p>" for note in _notes(outcomes)]
-    return "\n".join(parts)
+        parts.append(f"<h2>{html.escape(name)}</h2>{picture(group)}")
+    return "\n".join([*parts, f"<pre>{html.escape(table(outcomes))}</pre>"])
 
 
 def picture(outcomes: Sequence[Outcome]) -> str:
@@ -106,10 +106,6 @@ def _storms(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
     return [(name, list(group)) for name, group in groupby(outcomes, key=lambda outcome: outcome.storm)]
 
 
-def _figures(outcome: Outcome) -> list[str]:
-    return [_shown(getattr(outcome, column)) for column in COLUMNS]
-
-
 def _notes(outcomes: Sequence[Outcome]) -> list[str]:
     notes = [f"{outcome.contender}, {outcome.storm}: {outcome.note}" for outcome in outcomes if outcome.note]
     done = [outcome for outcome in outcomes if outcome.wall_s is not None]
@@ -117,15 +113,6 @@ def _notes(outcomes: Sequence[Outcome]) -> list[str]:
         if any(getattr(outcome, column) is None for outcome in done):
             notes.append(f"{column} -: {reason}")
     return notes
-
-
-def _html_table(outcomes: Sequence[Outcome]) -> str:
-    head = "".join(f"<th>{column}</th>" for column in ("contender", *COLUMNS))
-    rows = []
-    for outcome in outcomes:
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in (outcome.contender, *_figures(outcome)))
-        rows.append(f"<tr>{cells}</tr>")
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
@@ -144,9 +131,7 @@ def _shown(value: object) -> str:
 
 
 _STYLE = """<!doctype html><meta charset="utf-8"><title>Steadfast: storms</title>
-<style>body{font:14px sans-serif;margin:2em;max-width:1200px}table{border-collapse:collapse;font-size:12px}
-td,th{padding:2px 8px;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}svg{width:100%}
-</style>"""
+<style>body{font:14px sans-serif;margin:2em;max-width:1200px}svg{width:100%}pre{font-size:12px;overflow:auto}</style>"""
 
 
 def publish(file: Path) -> None:

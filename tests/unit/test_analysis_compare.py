@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from steadfast.analysis.compare import Comparison, Difference, HeldLines, Ran, compare, relative_difference
 from steadfast.analysis.report.course import Course
 from steadfast.analysis.report.figures import losses_of
-from steadfast.cli import main
 from steadfast.config import parse_config
 from steadfast.errors import UsageError
 from steadfast.run.directory import STEPS, RunDirectory
@@ -98,10 +98,6 @@ def pair(tmp_path: Path) -> Pair:
 SAME = Comparison((10, 10), steps=10, losses=10, weights=3, weights_same=9)
 
 
-def test_equal_runs(pair: Pair) -> None:
-    assert pair.compare() == SAME
-
-
 def change(step: int, **fields: Any) -> Callable[[list[Line]], None]:
     return lambda lines: lines[step - 1].update(fields)
 
@@ -166,17 +162,24 @@ def test_steps_that_were_done_again_count_as_they_were_the_last_time(pair: Pair)
     assert (pair.first().step, list(pair.first().values)) == (7, ["loss"])
 
 
-def test_a_longer_run_is_compared_as_far_as_the_other_has_come(pair: Pair) -> None:
+def test_equal_runs_are_the_same_and_a_longer_one_is_compared_as_far_as_the_other_has_come(pair: Pair) -> None:
+    assert pair.compare() == SAME
     pair.lines[1] = [line(step) for step in range(1, 15)]
     pair.theirs[11]["loss"] = 9.0
-    assert pair.compare() == Comparison((10, 14), steps=10, losses=10, weights=3, weights_same=9)
+    assert pair.compare() == replace(SAME, last_steps=(10, 14))
 
 
-def test_a_step_whose_message_was_lost_has_no_loss_to_compare(pair: Pair) -> None:
+def test_a_step_whose_message_was_lost_has_no_loss_to_compare(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.theirs[5] = line(6, confirmed=False, loss=None)
     del pair.theirs[5]["weights"]
     pair.lines[0][5]["overflow"] = True
     assert pair.compare() == Comparison((10, 10), steps=10, unconfirmed=1, losses=9, weights=2, weights_same=9)
+    for each in pair.theirs:
+        each.pop("weights", None)
+    pair.write()
+    said = printed(capsys, "compare", *pair.uris).out
+    assert "losses    9 compared; 1 step unconfirmed" in said
+    assert "weights   not compared: no step has a digest of the weights in both runs" in said
     pair.theirs[5]["samples_digest"] = "0"
     assert pair.compare().first is not None
 
@@ -193,13 +196,10 @@ def test_losses_that_other_workers_have_summed_differ_by_rounding(pair: Pair) ->
     assert pair.first().step == 8
 
 
-def test_losses_that_the_same_workers_have_summed_have_the_same_bits(pair: Pair) -> None:
+def test_losses_have_the_same_bits_unless_other_workers_or_shares_have_summed_them(pair: Pair) -> None:
     pair.theirs[4:] = [line(step, 2, (2, 2, 2)) for step in range(5, 11)]
     pair.theirs[3]["loss"] *= 1 + 1e-15  # before any other workers had a hand in it
     assert pair.first().step == 4
-
-
-def test_other_shares_are_other_sums(pair: Pair) -> None:
     pair.theirs[3] = line(4, 1, (4, 2), loss=3.25 * (1 + 1e-15))
     found = pair.compare()
     assert found.first is None
@@ -219,6 +219,8 @@ def test_configurations_that_make_other_runs_are_told(pair: Pair) -> None:
     pair.configure("run.seed=2", "run.exact=true", "optimizer.lr=1e-2", "run.name=other", "logging.every_steps=3")
     changes = {change.key: (change.old, change.new, change.identity) for change in pair.compare().changes}
     assert changes == {"run.seed": (1, 2, True), "run.exact": (False, True, False), "optimizer.lr": (1e-3, 1e-2, False)}
+    Path(pair.directories[0] / "config.yaml").unlink()
+    assert pair.compare().changes == [], "nothing to compare with"
 
 
 def test_a_size_of_microbatches_that_was_chosen_is_the_one_compared(pair: Pair) -> None:
@@ -227,11 +229,6 @@ def test_a_size_of_microbatches_that_was_chosen_is_the_one_compared(pair: Pair) 
     assert pair.compare().changes == []
     pair.directories[1].write_microbatch_size(4)
     assert [change.key for change in pair.compare().changes] == ["batch.microbatch_size"]
-
-
-def test_runs_without_configurations_are_compared_by_their_ledgers(pair: Pair) -> None:
-    Path(pair.directories[0] / "config.yaml").unlink()
-    assert pair.compare().changes == []
 
 
 def test_a_ledger_in_pieces_is_the_same(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +275,7 @@ def test_the_command_says_that_runs_are_the_same(pair: Pair, capsys: pytest.Capt
     pair.theirs[3:] = [line(step, 2, (2, 2, 2), loss=(3 + 1 / step) * (1 + 1e-12)) for step in range(4, 11)]
     pair.ended("a", "a")
     pair.write()
-    assert main(0.0, ["compare", *pair.uris]) == 0
-    verdict, _, _ = capsys.readouterr().out.partition("\n\n")
+    verdict, _, _ = printed(capsys, "compare", *pair.uris).out.partition("\n\n")
     assert verdict.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
@@ -296,8 +292,7 @@ def test_the_command_says_that_runs_are_the_same(pair: Pair, capsys: pytest.Capt
 def test_the_command_says_that_one_run_ended_before_the_other(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.theirs.pop()
     pair.write()
-    assert main(0.0, ["compare", *pair.uris]) == 1
-    told = capsys.readouterr().out.splitlines()[2]
+    told = printed(capsys, "compare", *pair.uris, code=1).out.splitlines()[2]
     assert told == "different last steps, A 10 and B 9; up to there no difference was found"
 
 
@@ -306,8 +301,7 @@ def test_the_command_names_the_difference(pair: Pair, capsys: pytest.CaptureFixt
     for each in pair.theirs[5:]:
         each.update({"weights": "f" * 32} if "weights" in each else {"loss": each["loss"] * 1.5})
     pair.write()
-    assert main(0.0, ["compare", *pair.uris]) == 1
-    verdict, _, table = capsys.readouterr().out.partition("\n\n")
+    verdict, _, table = printed(capsys, "compare", *pair.uris, code=1).out.partition("\n\n")
     assert verdict.splitlines() == [
         f"A: {pair.uris[0]}",
         f"B: {pair.uris[1]}",
@@ -366,9 +360,8 @@ def test_three_runs_are_a_table_of_keys_results_and_costs(
     assert [each["wall_s"] for each in found["outcomes"]] == [20.0, 21.0, 20.0]
     assert [each["worker_s"] for each in found["outcomes"]] == [40.0, 42.0, 40.0]
     assert [each["interruptions"] for each in found["outcomes"]] == [{}, {}, {"resize": 1}]
-    assert main(0.0, ["compare", *uris]) == 0
     rows = {}
-    for row in capsys.readouterr().out.splitlines():
+    for row in printed(capsys, "compare", *uris).out.splitlines():
         heading, *cells = re.split("  +", row.strip())
         rows[heading] = cells
     assert rows["a"] == ["b", "c"]  # the headings
@@ -378,29 +371,17 @@ def test_three_runs_are_a_table_of_keys_results_and_costs(
     assert rows["interruptions"] == ["0", "0", "1 resize"]
 
 
-def test_page_of_a_comparison_has_the_losses_of_all_runs(three: list[RunDirectory], tmp_path: Path) -> None:
+def test_page_of_a_comparison_has_the_losses_of_all_runs(
+    three: list[RunDirectory], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     uris = [directory.uri for directory in three]
     place = tmp_path / "page.html"
-    assert main(0.0, ["compare", *uris, "--html", str(place)]) == 0
+    printed(capsys, "compare", *uris, "--html", str(place))
     page = place.read_text()
     assert "<h1>a, b, c</h1>" in page
     assert "optimizer.lr</td>" in page
     drawing = losses_of({directory.name: Course.read(directory) for directory in three})
     assert [*drawing.legend] == ["a", "b", "c"]
     assert len({*drawing.legend.values()}) == 3
-
-
-def test_the_command_says_what_it_could_not_compare(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    for each in pair.theirs:
-        each.pop("weights", None)
-    pair.theirs[2].update(loss=None, confirmed=False)
-    pair.write()
-    said = printed(capsys, "compare", *pair.uris).out
-    assert "losses    9 compared; 1 step unconfirmed" in said
-    assert "weights   not compared: no step has a digest of the weights in both runs" in said
-
-
-def test_page_that_cannot_be_written_is_bad_usage(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    pair.write()
-    assert main(0.0, ["compare", *pair.uris, "--html", "/nowhere/page.html"]) == 2
-    assert "--html /nowhere/page.html cannot be written: No such file or directory" in capsys.readouterr().err
+    said = printed(capsys, "compare", *uris, "--html", "/nowhere/page.html", code=2).err
+    assert "--html /nowhere/page.html cannot be written: No such file or directory" in said

@@ -87,10 +87,6 @@ def run_rank(store: dist.Store, rank: int, step_s: float, request_at: int | None
     return Seen(read_at, losses, digests, stop_at, passenger.results)
 
 
-def run_both(leader_step_s: float, request_at: int | None = None) -> tuple[Seen, Seen]:
-    return on_two_ranks(run_rank, (leader_step_s, None), (1.0, request_at))
-
-
 def on_two_ranks(run: Callable[..., Found], ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Found, Found]:
     """Return what a function returns on each of two ranks that share a store."""
     store = dist.HashStore()
@@ -99,32 +95,22 @@ def on_two_ranks(run: Callable[..., Found], ours: tuple[Any, ...], theirs: tuple
         return leader.result(), other.result()
 
 
-@pytest.mark.parametrize("leader_step_s", [0.001, 0.012, 0.4])
-def test_every_step_is_agreed_on_once_at_the_same_step_by_all(leader_step_s: float) -> None:
-    leader, other = run_both(leader_step_s)
+@pytest.mark.parametrize(("leader_step_s", "most"), [(0.001, 32), (0.009, 5), (0.4, 1)])
+def test_every_step_is_agreed_on_once_at_the_same_step_by_all(leader_step_s: float, most: int) -> None:
+    """Steps share messages for 50 ms, at most 32 of them. A wish of one rank is heard once, with the next message."""
+    leader, other = on_two_ranks(run_rank, (leader_step_s, None), (1.0, 60))
     assert leader == other
     assert [step for _, steps in leader.read_at for step in steps] == list(range(1, NUM_STEPS + 1))
     assert leader.losses == [float(step) for step in range(1, NUM_STEPS + 1)]
     assert set(leader.digests) == {(2 * 2**64 - 3) % 2**64}
+    assert max(len(steps) for _, steps in leader.read_at) == most
+    assert leader.stop_at is not None
+    assert 60 < leader.stop_at <= min(61 + most, NUM_STEPS)
     # What ranks send along is heard after the same steps.
     read_at = [min(step, NUM_STEPS) for step, steps in leader.read_at if steps]
     assert [step for step, _ in leader.results][: len(read_at) - 1] == read_at[:-1]
     payloads = [payload for _, payload in leader.results]
     assert payloads == [[number, 100.0 + number] for number in range(1, len(payloads) + 1)]
-
-
-def test_short_steps_share_words_and_long_ones_do_not() -> None:
-    short, _ = run_both(0.009)
-    assert max(len(steps) for _, steps in short.read_at) == 5  # 50 ms
-    long, _ = run_both(0.4)
-    assert max(len(steps) for _, steps in long.read_at) == 1
-
-
-def test_a_wish_of_one_rank_reaches_all_at_the_same_step_and_is_heard_once() -> None:
-    leader, other = run_both(0.009, request_at=60)
-    assert leader.stop_at == other.stop_at
-    assert leader.stop_at is not None
-    assert 60 < leader.stop_at <= 66
 
 
 def metrics_of_rank(store: dist.Store, rank: int, num: int) -> list[dict[str, float]]:

@@ -21,7 +21,6 @@ from steadfast.checkpoint.initial import load_weights
 from steadfast.checkpoint.manifest import FileDigest, Manifest, _digest
 from steadfast.checkpoint.shards import StagingBuffer, shards_of
 from steadfast.checkpoint.weights import read_whole
-from steadfast.cli import main
 from steadfast.config import dump_config, load_config, parse_config
 from steadfast.errors import ConfigError, SteadfastError, StorageError, UsageError
 from steadfast.launch.resume import start_or_resume
@@ -30,6 +29,7 @@ from steadfast.run.events import RunStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from tests.support.command import ROOT
+from tests.support.verbs import printed
 
 SECOND_S = 5.0  # no file here is worth more, on any machine
 NESTED = b"[" * 100_000
@@ -178,8 +178,7 @@ def test_links_in_a_circle_are_one_line_of_every_verb(
         (finished / name).symlink_to(name)
     (finished.parent / "other").symlink_to(finished)
     verb, *rest = words.split()
-    assert main(0.0, [verb, "run", *rest, "--storage", str(finished.parent)]) == 1
-    said = capsys.readouterr().err
+    said = printed(capsys, verb, "run", *rest, "--storage", finished.parent, code=1).err
     assert said.startswith("error: ")
     assert said.endswith("cannot be read: Too many levels of symbolic links\n")
 
@@ -188,8 +187,8 @@ def test_links_in_a_circle_are_one_line_of_every_verb(
 def test_audit_refuses_a_number_of_samples_that_no_dataset_has(
     number: str, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(0.0, ["audit", str(finished), f"--samples={number}"]) == 2
-    assert f"--samples {number}: must be from 1 to 281474976710656" in capsys.readouterr().err
+    said = printed(capsys, "audit", finished, f"--samples={number}", code=2).err
+    assert f"--samples {number}: must be from 1 to 281474976710656" in said
 
 
 def test_a_verb_ends_quietly_when_the_reader_of_its_output_has_left(finished: Path) -> None:

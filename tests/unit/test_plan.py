@@ -22,11 +22,6 @@ def plans(draw: st.DrawFn, num_samples: int | None = None) -> Plan:
     return Plan(global_size, microbatch_size, shares, shard, num_samples)
 
 
-@st.composite
-def plans_that_end(draw: st.DrawFn) -> Plan:
-    return draw(plans(num_samples=draw(st.integers(1, 300))))
-
-
 def ranks(plan: Plan) -> range:
     return range(len(plan.shares))
 
@@ -128,7 +123,7 @@ def test_a_run_counted_in_steps_goes_on_for_ever_behind_its_ends(course: tuple[P
         assert short == (endless.num_samples_in(step) < plan.global_size)
 
 
-@given(plans_that_end())
+@given(st.integers(1, 300).flatmap(plans))
 def test_pads_are_as_large_as_a_microbatch_of_their_step(plan: Plan) -> None:
     """And in a short step every rank still runs as often as in a whole one."""
     assert plan.num_samples
@@ -296,7 +291,9 @@ def test_even_samples_plan_runs_every_sample_once(plan: EvenSamplesPlan) -> None
 
 
 @given(even_samples_plans())
-def test_even_samples_plan_differs_by_one_sample_at_most_unless_all_are_whole(plan: EvenSamplesPlan) -> None:
+def test_even_samples_plan_takes_no_longer_than_an_even_one(plan: EvenSamplesPlan) -> None:
+    """Neither in samples nor in forwards; ranks differ by one sample at most, unless all microbatches are whole."""
+    even = Plan.even(plan.global_size, plan.microbatch_size, len(plan.shares), plan.shard_size, plan.num_samples)
     for step in steps_of(plan):
         of_ranks = [num_samples_of(plan, step, rank) for rank in ranks(plan)]
         if any(plan.parts(step)):
@@ -305,32 +302,15 @@ def test_even_samples_plan_differs_by_one_sample_at_most_unless_all_are_whole(pl
             sizes = {each.stop - each.start for each in run_by_all(plan, step) if each.weight}
             assert len(sizes) <= 2  # the step's last microbatch may be short
             assert max(of_ranks) - min(of_ranks) < plan.microbatch_size
-
-
-@given(even_samples_plans())
-def test_even_samples_plan_takes_no_longer_than_an_even_one(plan: EvenSamplesPlan) -> None:
-    """Neither in samples nor in forwards."""
-    even = Plan.even(plan.global_size, plan.microbatch_size, len(plan.shares), plan.shard_size, plan.num_samples)
-    for step in steps_of(plan):
-        most = [max(num_samples_of(each, step, rank) for rank in ranks(plan)) for each in (plan, even)]
-        assert most[0] <= most[1]
+        assert max(of_ranks) <= max(num_samples_of(even, step, rank) for rank in ranks(plan))
         for rank in ranks(plan):
             run = plan.microbatches(step, rank)
             assert len(run) == plan.num_forwards(step, rank) <= even.num_forwards(step, 0)
             # A rank has one part at most, and runs it first.
             if any(plan.parts(step)):
                 assert {each.stop - each.start for each in run[1:]} <= {plan.microbatch_size}
-
-
-@given(even_samples_plans())
-def test_shards_of_a_replica_run_equally_many_forwards_of_an_even_samples_plan(plan: EvenSamplesPlan) -> None:
-    for step in steps_of(plan):
-        longest = max(num_samples_of(plan, step, rank) for rank in ranks(plan))
-        for rank in ranks(plan):
-            first = rank - rank % plan.shard_size
-            run = plan.microbatches(step, rank)
-            assert len(run) == len(plan.microbatches(step, first)) >= 1
-            # A pad takes no longer than what its peers run.
-            assert sum(each.stop - each.start for each in run) <= longest
+            # Shards of a replica run equally many forwards. A pad takes no longer than what its peers run.
+            assert len(run) == len(plan.microbatches(step, rank - rank % plan.shard_size)) >= 1
+            assert sum(each.stop - each.start for each in run) <= max(of_ranks)
             pads = [each for each in run if not each.weight]
             assert all(plan.positions(step)[0] <= each.start < each.stop <= plan.positions(step)[1] for each in pads)

@@ -188,10 +188,7 @@ def test_a_finished_run_reports_differences_that_train_the_same_model_in_a_line_
     assert lines[-1] == "logging.every_steps: 10 -> 3 has no effect, as the run has finished"
     assert finished == f"{directory.uri} has finished: 13 steps"
     assert extend == "Extend it with run.steps=26, or choose another run.name"
-
-
-def test_a_finished_run_that_is_extended_goes_on_with_other_values(directory: RunDirectory) -> None:
-    finish(directory, TENTH)
+    # Extended, it goes on with other values.
     config = parse_config(TENTH, overrides=["optimizer.lr=0.5", "run.steps=20"])
     assert start_or_resume(config, directory, BEGUN, print)
     assert directory.stored_config() == config

@@ -93,12 +93,9 @@ def test_no_more_logits_are_held() -> None:
     assert largest.num_rows == TOKENS.numel()
 
 
-def test_a_model_that_changes_its_logits_is_refused() -> None:
+def test_a_model_that_changes_its_logits_or_does_not_name_its_last_layer_is_refused() -> None:
     with pytest.raises(UsageError, match=r"task.chunk_tokens: the model changes the logits after its last layer"):
         LanguageModeling(4).loss(hugging_face(transformers.Gemma2Config), {"input_ids": TOKENS, "labels": TARGETS})
-
-
-def test_a_model_that_does_not_name_its_last_layer_is_refused() -> None:
     with pytest.raises(UsageError, match=r"task.chunk_tokens: Embedding has no method get_output_embeddings\(\)"):
         LanguageModeling(4).loss(nn.Embedding(VOCABULARY, VOCABULARY), (TOKENS, TARGETS))
 

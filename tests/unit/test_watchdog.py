@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
@@ -282,21 +281,6 @@ def test_torch_tells_when_it_compiles() -> None:
     assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
     assert seen == ["compile"]
     assert found.report().phase == "forward"
-
-
-def test_fetching_is_the_data_phase_and_ends_where_the_batches_do() -> None:
-    found, _ = progress()
-
-    def batches() -> Iterator[str]:
-        assert found.report().phase == "loader"
-        yield "one"
-        assert found.report().phase == "loader"
-
-    seen = []
-    for batch in found.fetching(batches()):
-        found.mark("forward", 0)
-        seen.append(batch)
-    assert seen == ["one"]
 
 
 def test_a_report_travels_as_json() -> None:

@@ -78,17 +78,31 @@ def nothing() -> None:
     pass
 
 
-def test_training_goes_on_and_the_newest_of_those_that_wait_wins() -> None:
-    writer, storage = Writer(), Storage()
+def begun(storage: Storage) -> Writer:
+    """Return a writer that is in the midst of writing a state."""
+    writer = Writer()
     put(writer, storage, 1)
     assert storage.begun.acquire(timeout=LONG_S)
+    return writer
+
+
+def test_training_goes_on_and_the_newest_of_those_that_wait_wins() -> None:
+    """What is under way is not overwritten meanwhile."""
+    seen: list[list[float]] = []
+
+    def write(pending: PendingWrite) -> None:
+        seen.append(torch.frombuffer(bytearray(b"".join(pending.chunks())[-12:]), dtype=torch.float32).tolist())
+
+    writer = begun(storage := Storage(write=write))
     put(writer, storage, 2, 3, 4)
     assert writer.busy
     assert writer.news() == []
+    assert not writer.wait(nothing, 0.1), "storage does not answer"
     storage.go.release(2)
     assert writer.wait(nothing, LONG_S)
     assert storage.done == [1, 4]
     assert steps_of(writer.news()) == [1, 4]
+    assert seen == [[1.0] * 3, [4.0] * 3]
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cuda", 0)])
@@ -110,8 +124,7 @@ def test_pinned_memory_has_room_for_both_buffers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_writer_that_has_nothing_left_to_write_is_freed_with_its_buffers() -> None:
-    writer, storage = Writer(), Storage()
-    put(writer, storage, 1)
+    writer = begun(storage := Storage())
     storage.go.release()
     assert writer.wait(nothing, LONG_S)
     for thread in threading.enumerate():
@@ -121,21 +134,6 @@ def test_a_writer_that_has_nothing_left_to_write_is_freed_with_its_buffers() -> 
     del writer
     gc.collect()
     assert gone() is None
-
-
-def test_what_is_under_way_is_not_overwritten() -> None:
-    seen: list[list[float]] = []
-
-    def write(pending: PendingWrite) -> None:
-        seen.append(torch.frombuffer(bytearray(b"".join(pending.chunks())[-12:]), dtype=torch.float32).tolist())
-
-    writer, storage = Writer(), Storage(write=write)
-    put(writer, storage, 1)
-    assert storage.begun.acquire(timeout=LONG_S)
-    put(writer, storage, 2, 3)
-    storage.go.release(2)
-    assert writer.wait(nothing, LONG_S)
-    assert seen == [[1.0] * 3, [3.0] * 3]
 
 
 def test_what_storage_refuses_is_tried_again_and_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,20 +150,21 @@ def test_what_storage_refuses_is_tried_again_and_told_once_a_minute(monkeypatch:
     assert writer.refused == ""
 
 
-def test_a_newer_state_takes_the_place_of_one_that_storage_refuses() -> None:
-    writer, storage = Writer(), Storage(refuses=1)
-    put(writer, storage, 1)
-    assert storage.begun.acquire(timeout=LONG_S)
-    storage.go.release(2)
+@pytest.mark.parametrize("drops", [False, True], ids=["newer", "dropped"])
+def test_a_state_that_storage_refuses_is_not_tried_again_once_it_is_dropped_or_a_newer_one_comes(drops: bool) -> None:
+    tries: list[int] = []
+    # Refused before it has looked at a chunk, and so without asking `check`.
+    writer = begun(storage := Storage(refuses=1, write=lambda pending: tries.append(pending.step)))
+    if drops:
+        writer.drop()
     put(writer, storage, 2)
+    storage.go.release(3)
     assert writer.wait(nothing, LONG_S)
-    assert storage.done == [2]
+    assert (tries, storage.done) == ([1, 2], [2])
 
 
 def test_what_is_dropped_is_not_committed() -> None:
-    writer, storage = Writer(), Storage()
-    put(writer, storage, 1)
-    assert storage.begun.acquire(timeout=LONG_S)
+    writer = begun(storage := Storage())
     put(writer, storage, 2)
     writer.drop()
     assert not writer.busy
@@ -175,30 +174,8 @@ def test_what_is_dropped_is_not_committed() -> None:
     assert storage.done == [3]
 
 
-def test_a_dropped_state_that_storage_refuses_at_once_is_not_tried_again() -> None:
-    tries: list[int] = []
-    # Refused before it has looked at a chunk, and so without asking `check`.
-    writer, storage = Writer(), Storage(refuses=1, write=lambda pending: tries.append(pending.step))
-    put(writer, storage, 1)
-    assert storage.begun.acquire(timeout=LONG_S)
-    writer.drop()
-    put(writer, storage, 2)
-    storage.go.release(3)
-    assert writer.wait(nothing, LONG_S)
-    assert tries == [1, 2]
-
-
-def test_storage_that_does_not_answer_ends_a_wait() -> None:
-    writer, storage = Writer(), Storage()
-    put(writer, storage, 1)
-    assert not writer.wait(nothing, 0.1)
-    storage.go.release()
-    assert writer.wait(nothing, LONG_S)
-
-
 def test_what_is_not_storage_s_is_raised() -> None:
-    writer, storage = Writer(), Storage(write=lambda _: 1 / 0)
-    put(writer, storage, 1)
+    writer = begun(storage := Storage(write=lambda _: 1 / 0))
     storage.go.release()
     with pytest.raises(ZeroDivisionError):
         writer.wait(nothing, LONG_S)
