@@ -24,6 +24,8 @@ PRELOADED = [
     "torch._dynamo",
     "torch._subclasses.schema_check_mode",
     "numpy.ma",
+    "tests.examples.operators",  # before torchvision, which torchmetrics imports
+    "torchmetrics",
     "tests.support.frozen",  # last
 ]
 _GONE = "gone"

@@ -295,15 +295,15 @@ class StepBuffers:
         """Start to give all ranks the buffers of the whole step. A collective.
 
         Raises:
-            TrainingError: the run is exact, and a tensor would depend on the number of workers; or a change of a
-                forward cannot be kept.
+            TrainingError: a tensor has another shape or type.
         """
         for name, place in (self._places if self._changing is None else self._watched).items():
             place.settle(name)
         if self._changing is None:
             self._find_changing(groups)
         for name in self._changing or ():
-            groups.communicator.broadcast(self._places[name].memory, 0)
+            if name in self._places:
+                groups.communicator.broadcast(self._places[name].memory, 0)
         self._statistics.send(groups.communicator)
 
     def _find_changing(self, groups: Groups) -> None:
@@ -320,7 +320,16 @@ class StepBuffers:
         own = [name for name in own if name not in self._places or self._places[name].kind != "statistic"]
         self._changing = self._effects.changing = agree_on_names(self._effects.changing or own, groups.control)
         self._watched |= {name: self._places[name] for name in self._changing if name in self._places}
-        for name in self._changing:
+
+    def finish(self) -> None:
+        """Apply a step's update to the running statistics, once the step has passed the gate.
+
+        Raises:
+            TrainingError: the run is exact, and a tensor would depend on the number of workers; or a change of a
+                forward cannot be kept.
+        """
+        # Not before the gate, which tells that ranks of fsdp have run different layers: then parameters seem to change.
+        for name in self._changing or ():
             kind = self._places[name].kind if name in self._places else "parameter"
             if kind == "parameter" and not self._replicated:
                 raise TrainingError(
@@ -333,9 +342,6 @@ class StepBuffers:
                     f"run.exact: a forward changes the model's {kind} {name}, whose value then comes from rank 0's "
                     "microbatches, and so depends on the number of workers. Set run.exact=false"
                 )
-
-    def finish(self) -> None:
-        """Apply a step's update to the running statistics, once the step has passed the gate."""
         self._statistics.finish()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 # Number of words at a time. Widening all words to 64 bits at once would take twice the memory of the gradients.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18
 # Word types by element size. Not 64 bits: with odd weights, two flips of the highest bit would cancel, because the sum
 # of two odd numbers is even.
 _WORDS = {1: torch.uint8, 2: torch.int16}
