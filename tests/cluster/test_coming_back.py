@@ -34,7 +34,10 @@ def test_the_coordinator_is_killed_and_the_world_trains_on(on_head: Commands) ->
     running.wait_for_step(known + 20)
     assert running.worker_pids("SlotWorker") == workers
     assert [event["attempt"] for event in running.events if event["event"] == "attempt_started"] == [1]
-    assert any(event["event"] == "checkpoint" and event["step"] > known for event in running.events)
+    running.wait_until(
+        lambda: any(event["event"] == "checkpoint" and event["step"] > known for event in running.events),
+        "a checkpoint of the same world",
+    )
 
     os.kill(workers[0], signal.SIGKILL)
     restored = running.wait_for_event("restore", attempt=2)

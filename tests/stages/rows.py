@@ -143,7 +143,7 @@ MORE = [
     r"cluster/test_faults.*torchrun_ends",
     r"cluster/test_nodes.*costs_hardly",
     r"cluster/test_resume.*(before_the_first_step|in_a_bucket)",
-    r"cluster/test_slots.*(copies_and_checkpoints|what_the_survivor|rolled_back|1001_workers)",
+    r"cluster/test_slots.*(newest_copy|what_the_survivor|rolled_back|1001_workers)",
     r"cluster/test_torchrun.*(a_killed_worker|meet_at|ctrl_c_under|told_by_one\[user)",
 ]
 
