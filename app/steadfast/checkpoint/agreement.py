@@ -1,4 +1,4 @@
-"""Way back of ranks whose states have come to differ."""
+"""Compare the states of ranks at a checkpoint, and go back if the states differ."""
 
 from dataclasses import dataclass, replace
 

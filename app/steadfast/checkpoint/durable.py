@@ -251,8 +251,7 @@ class Checkpoints:
         """
         world = self.world
         own = self._kind, digests_of((shard.name, shard.tensor) for shard in shards_to_write(state, world))
-        found = [own] * world.size
-        dist.all_gather_object(found, own, group=world.groups.control)
+        found = gather_objects(own, world.groups.control)
         peers: dict[tuple[int, str], list[int]] = {}  # by their part of the model and the kind of their processor
         for rank, (kind, _) in enumerate(found):
             peers.setdefault((rank % world.replica_size, kind), []).append(rank)
@@ -290,7 +289,7 @@ class Checkpoints:
     # they must not change `self`.
 
     def agree(self, pending: PendingWrite) -> bool:
-        """Return whether the other ranks that hold the same tensors hold equal ones."""
+        """Return whether all ranks that hold the same tensors hold equal values."""
         world = self.world
         ranks = range(world.rank + world.replica_size, world.size, world.replica_size)
         keys = [_DIGESTS.format(pending.step, rank) for rank in ranks]
@@ -435,7 +434,7 @@ class Checkpoints:
 
 
 def digests_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """Return a digest of each tensor in the order of names, except those of hooks."""
+    """Return the digests of all tensors but the hooks', in the order of names."""
     # Hooks may keep a state of their own on each rank.
     return {name: sum_of_bits(tensor) for name, tensor in sorted(tensors) if not name.startswith("hooks.")}
 

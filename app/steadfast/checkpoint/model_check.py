@@ -1,4 +1,4 @@
-"""Check before the first step that a checkpoint can hold a model and give it back."""
+"""Check before the first step that a checkpoint can save and restore a model."""
 
 import io
 from typing import NoReturn

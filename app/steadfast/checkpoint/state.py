@@ -84,7 +84,7 @@ class RequiresGrad:
         return {"flags": self._flags}
 
     def apply(self) -> None:
-        """Set the flags of the parameters as they were restored."""
+        """Give the restored flags to the parameters."""
         for param, flag in zip(self._params, self._flags.tolist(), strict=True):
             param.requires_grad_(bool(flag))
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from steadfast.checkpoint.state import Tensors
@@ -17,7 +16,7 @@ from steadfast.errors import TrainingError
 from steadfast.hooks.early_stopping import EarlyStopping
 from steadfast.hooks.ema import Ema
 from steadfast.hooks.hook import Draw, Hook, HookContext
-from steadfast.world.control import any_rank
+from steadfast.world.control import any_rank, gather_objects
 from steadfast.world.runtime import Outcome, World
 
 _COMMON = "common"  # name of the state that belongs to no single hook
@@ -173,8 +172,7 @@ class Hooks:
         self._world.progress.enter("hooks")
         control = self._world.groups.control
         if any_rank(bool(self._run.ended_early), control):
-            reasons = [""] * self._world.size
-            dist.all_gather_object(reasons, self._run.ended_early, group=control)
+            reasons = gather_objects(self._run.ended_early, control)
             self.ended_early = self._run.ended_early = next(filter(None, reasons))
 
     def _take(self, held: Tensors, current: Mapping[str, Any], name: str) -> None:
