@@ -18,6 +18,8 @@ from tests.support.checks import check_ledger, distance, summary_of
 from tests.support.command import Command, Running, files_with
 from tests.support.wheels import write_wheel
 
+pytestmark = pytest.mark.timeout(600)
+
 HEAD, WORKERS = "head", ("w1", "w2", "w3")
 CLUSTER = "cluster/onprem.yaml"
 STEPS = 500
@@ -114,8 +116,6 @@ OWN = {
 import mine
 from configs.places import SEEN
 from tests.environment import write_down
-
-pytestmark = pytest.mark.timeout(600)
 
 class Task(mine.Task):
     def __init__(self, names, package):
