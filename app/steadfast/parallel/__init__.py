@@ -15,7 +15,6 @@ from steadfast.config import DdpConfig, ParallelConfig
 from steadfast.data.batches import Batch
 from steadfast.errors import UsageError
 from steadfast.parallel.buckets import GradientBuckets
-from steadfast.parallel.data_parallel import DataParallelism
 from steadfast.parallel.ddp import TorchDistributedDataParallelism
 from steadfast.parallel.pipeline import PipelineParallelism
 from steadfast.parallel.precision import Precision
@@ -120,7 +119,6 @@ def _fully_sharded() -> type[Parallel]:
 _STRATEGIES: dict[str, Callable[[], type[Parallel]]] = {
     "ddp": lambda: ReplicatedParallelism,
     "fsdp": _fully_sharded,
-    "data_parallel": lambda: DataParallelism,
     "pipeline": lambda: PipelineParallelism,
 }
 
