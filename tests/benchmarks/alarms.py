@@ -218,7 +218,7 @@ def live(minutes: float) -> int:
         stack.callback(running.end)
         directory = RunDirectory(open_store(f"{storage.replace('?', '/run?', 1)}"))
         running.wait_until(lambda: bool(_told(directory, "attempt_started")), "the first step", 300)
-        workers = running.worker_pids("SlotWorker")
+        workers = running.worker_pids()
         began_s = time.monotonic()
         while time.monotonic() - began_s < 60 * minutes:
             assert running.process.poll() is None, running.output_path.read_text()
@@ -233,7 +233,7 @@ def live(minutes: float) -> int:
         found = event_lines(directory)
         lasted_s = time.monotonic() - began_s
         alarms = [event for event in found if event["event"] in _ENDING]
-        replaced = set(workers) - set(running.worker_pids("SlotWorker"))
+        replaced = set(workers) - set(running.worker_pids())
     rows = [["what", "count"], ["minutes", f"{lasted_s / 60:.1f}"], ["load", str(_LOAD)]]
     rows += [[what, str(count)] for what, count in sorted(done.items())]
     rows += [[f"told: {name}", str(sum(event["event"] == name for event in found))] for name in _TOLD]

@@ -29,8 +29,11 @@ def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
     directory.check_shared()
 
 
-def test_a_configuration_with_former_names_of_keys_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("run: {exact: true}\nrecovery: {stall_s: 7}\naudit: {recompute: 5 steps}\n")
+def test_stored_configuration_with_renamed_and_removed_keys_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "run: {exact: true}\nrecovery: {stall_s: 7, mode: auto}\naudit: {recompute: 5 steps}\n"
+        "profile: {shapes: false}\n"
+    )
     config = RunDirectory(LocalStore(tmp_path)).stored_config()
     assert config is not None
     assert config.recovery.hang_limit_s == 7

@@ -26,11 +26,21 @@ UNION_MEMBERS = ("literal['auto']", "bool", "constrained-int", *BALANCES, *ORDER
 # Former names of keys. A file that a user gives is refused with the new name; the configuration in a run directory is
 # read.
 _RENAMED = {"recovery.stall_s": "recovery.hang_limit_s", "audit.recompute": "recompute.every"}
+# Removed keys. A file that a user gives is refused with what to do instead; in the configuration in a run directory
+# they are ignored.
+_OWN_PROFILER = "the key was removed. A hook of your own may run torch.profiler with any of its arguments"
+_REMOVED = {
+    "recovery.mode": "the key was removed, because surviving workers always keep running. Leave it out",
+    "profile.flight_recorder": "the key was removed. Set TORCH_FR_BUFFER_SIZE in cluster.env",
+    **{f"profile.{key}": _OWN_PROFILER for key in ("warmup", "repeat", "shapes", "stack", "memory", "flops")},
+}
 # Keys of other trainers that this schema lacks. The nearest valid name would be misleading, so the error names the
 # equivalent instead.
 _OWN_ORDER = "data.order=sequential reads samples as the dataset has them, and a target there in an order of your own"
 _INSTEAD = {
     **{former: f"the key is called {name} now" for former, name in _RENAMED.items()},
+    **_REMOVED,
+    "parallel.kind=data_parallel": "use parallel.kind=ddp, with a worker for each GPU",
     "audit": "the key audit.recompute is called recompute.every now",
     "data.shuffle": _OWN_ORDER,
     "data.sampler": _OWN_ORDER,
@@ -70,12 +80,12 @@ def parse_config(
     """Return the configuration that `text` holds.
 
     `file` names the text in errors, and its stem is the default name of the run. `former_names` says whether former
-    names of keys are read too. Raises ConfigError.
+    names of keys are read and removed keys ignored. Raises ConfigError.
     """
     document = Document(text, file)
     # Before the overrides, which come from the user of this version and must have its names.
     if former_names:
-        _rename_keys(document.tree)
+        _read_former_keys(document.tree)
     document.override(overrides)
     # YAML reads a section without keys as None. Such a section gets its defaults.
     tree = {}
@@ -113,7 +123,11 @@ def _validated(tree: dict[str, Any], document: Document) -> Config:
     return config
 
 
-def _rename_keys(tree: dict[str, Any]) -> None:
+def _read_former_keys(tree: dict[str, Any]) -> None:
+    for removed in _REMOVED:
+        section, key = removed.split(".")
+        if isinstance(tree.get(section), dict):
+            tree[section].pop(key, None)
     for former, name in _RENAMED.items():
         former_section, former_key = former.split(".")
         section, key = name.split(".")
@@ -149,7 +163,8 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
             case "union_tag_invalid":
                 kind = error["input"]["kind"]
                 known = QUOTED.findall(error["ctx"]["expected_tags"])
-                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{suggestion(kind, known)}")
+                instead = _instead((*path, f"kind={kind}")) or suggestion(kind, known)
+                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{instead}")
             case "union_tag_not_found":
                 document.problem((*path, "kind"), "missing")
             case _:
@@ -208,7 +223,7 @@ def _shortened(value: Any) -> str:
 
 
 def _instead(path: Keys) -> str:
-    """Return the equivalent of another trainer's key, "" if unknown."""
+    """Return what to use instead of an unknown key, "" if there is nothing."""
     known = _INSTEAD.get(".".join(path))
     if known is None:
         return ""

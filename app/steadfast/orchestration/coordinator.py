@@ -172,15 +172,13 @@ class Coordinator:
         The call waits until that world forms. The worker must send heartbeats before this call.
         """
         await self._taken_over(member.name)
-        if member.name not in self._dead:
-            return await self._assign(member)
-        # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause then.
-        if cause := self._dead[member.name]:
-            self._dead[member.name] = ""
-            self._record_failure(member, FailureKind.WORKER, cause)
-        return Leave.RELEASED
-
-    async def _assign(self, member: Member) -> Answer:
+        if member.name in self._dead:
+            # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause
+            # then.
+            if cause := self._dead[member.name]:
+                self._dead[member.name] = ""
+                self._record_failure(member, FailureKind.WORKER, cause)
+            return Leave.RELEASED
         if self.over or (self.heartbeats.commands.stop and member.name not in self.membership.world):
             return Leave.RUN_ENDED
         self.members[member.name] = member

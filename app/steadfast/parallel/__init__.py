@@ -3,7 +3,7 @@
 No other module asks which strategy is in use.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadfast.config import DdpConfig, ParallelConfig
+from steadfast.config import FsdpConfig, ParallelConfig, PipelineConfig
 from steadfast.data.batches import Batch
 from steadfast.errors import UsageError
 from steadfast.parallel.buckets import GradientBuckets
-from steadfast.parallel.data_parallel import DataParallelism
 from steadfast.parallel.ddp import TorchDistributedDataParallelism
 from steadfast.parallel.pipeline import PipelineParallelism
 from steadfast.parallel.precision import Precision
@@ -110,26 +109,18 @@ class Parallel(Protocol):
         ...
 
 
-def _fully_sharded() -> type[Parallel]:
-    # Imported here because FSDP takes a second, which a start with DDP should not spend.
-    from steadfast.parallel.fsdp import FullyShardedDataParallelism
-
-    return FullyShardedDataParallelism
-
-
-_STRATEGIES: dict[str, Callable[[], type[Parallel]]] = {
-    "ddp": lambda: ReplicatedParallelism,
-    "fsdp": _fully_sharded,
-    "data_parallel": lambda: DataParallelism,
-    "pipeline": lambda: PipelineParallelism,
-}
-
-
 def strategy_of(config: ParallelConfig) -> type[Parallel]:
     """Return the class of the configured strategy."""
-    if isinstance(config, DdpConfig) and config.reducer == "torch":
+    if isinstance(config, FsdpConfig):
+        # Imported here because FSDP takes a second, which a start with DDP should not spend.
+        from steadfast.parallel.fsdp import FullyShardedDataParallelism
+
+        return FullyShardedDataParallelism
+    if isinstance(config, PipelineConfig):
+        return PipelineParallelism
+    if config.reducer == "torch":
         return TorchDistributedDataParallelism
-    return _STRATEGIES[config.kind]()
+    return ReplicatedParallelism
 
 
 def build_parallel(config: ParallelConfig, world: World, precision: Precision) -> Parallel:

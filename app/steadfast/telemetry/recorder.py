@@ -190,11 +190,6 @@ class Recorder:
             self._notify(text)
 
     def _tell_of_the_model(self) -> None:
-        if self._config.parallel.copies_model:
-            self._notify(
-                "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp copies the model once "
-                "per worker"
-            )
         missing, unexpected = self._worker.loaded
         if missing or unexpected:
             names = ", ".join((*missing[:_NAMES], *unexpected[:_NAMES]))
