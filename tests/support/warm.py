@@ -203,7 +203,7 @@ def _fork_the_next_fork_server() -> None:
         _become_fork_server(theirs)
     theirs.close()
     started = partial(_ForkServer, pid, line)
-    fork_server.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    fork_server.subprocess = SimpleNamespace(  # type: ignore[assignment, attr-defined]
         Popen=started, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
     )
 
