@@ -24,7 +24,7 @@ from steadfast.checkpoint.shards import (
     with_header,
 )
 from steadfast.checkpoint.state import State
-from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
+from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer, checkpoint_failed
 from steadfast.data.fingerprint import is_same_data
 from steadfast.errors import StorageError
 from steadfast.parallel import Parallel
@@ -405,7 +405,7 @@ class Checkpoints:
             if self.replicated:
                 raise OSError(why) from error
             # A retry is impossible, because the other ranks have released their copies.
-            return events.CheckpointFailed(step=pending.step, error=why, needed_bytes=0)
+            return checkpoint_failed(pending.step, why)
         except OSError as error:
             not_deleted = str(error)  # the next checkpoint tries again to delete it
         except Dropped:
