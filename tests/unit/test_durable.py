@@ -15,9 +15,9 @@ from steadfast.checkpoint.writer import Writer
 from steadfast.config import CheckpointConfig
 from steadfast.plan import Amendments
 from steadfast.run import events
-from steadfast.storage.memory import MemoryStore
 from steadfast.world.runtime import World
 from tests.support.events import notices
+from tests.support.memory_store import MemoryStore
 
 STEP = 7
 SIZE = 3
@@ -28,7 +28,7 @@ def save(catalogs: list[Catalog], replicated: bool = False, damaged: int | None 
     """Commit a step whose files all ranks have written, one of them damaged, and return what each rank reports."""
     catalogs[0].commit(Manifest(STEP - 2, 1, SIZE, 0.0, "", {}))
     groups = cast(Any, SimpleNamespace(store=dist.HashStore()))
-    parallel = cast(Any, SimpleNamespace(survivors_hold_all=replicated, writes=lambda _: True))
+    parallel = cast(Any, SimpleNamespace(survivors_hold_all=replicated))
 
     def work(rank: int) -> events.Event | None:
         world = World(rank, SIZE, 1, groups, Amendments(), replica_size=SIZE)

@@ -10,9 +10,9 @@ import torch
 from steadfast.config import ProfileConfig
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
-from steadfast.storage.memory import MemoryStore
 from steadfast.telemetry.memory_history import record_memory_history, write_memory_history
 from steadfast.world.runtime import World
+from tests.support.memory_store import MemoryStore
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REMEMBER = ProfileConfig(memory_history=1000)
