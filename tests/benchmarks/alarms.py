@@ -26,6 +26,7 @@ from typing import Any
 from steadfast.config import RecoveryConfig
 from steadfast.orchestration.heartbeat import Silence
 from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event
 from steadfast.storage import open_store
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.timeouts import Timeouts
@@ -155,7 +156,7 @@ class Simulation:
         self.pass_time(ends_s)
 
     def told(self, name: str) -> list[dict[str, Any]]:
-        return [event.to_line() for event in self.subject.events if event.name == name]
+        return [line for line in map(Event.to_line, self.subject.events) if line["event"] == name]
 
 
 def simulate(hours: float, hangs: int, seed: int) -> int:

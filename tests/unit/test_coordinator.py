@@ -30,7 +30,7 @@ from steadfast.run.directory import STEPS, Request, RunDirectory
 from steadfast.run.owner import Ownership, read_owner
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
-from tests.support.events import attempt_started, event_lines
+from tests.support.events import attempt_started, event_lines, notices
 
 
 @pytest.fixture(autouse=True)
@@ -506,7 +506,7 @@ def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
         await worlds.form()
         subject = worlds.subject
-        subject._carry_out([Record(events.Silent(member="a", seconds=1.0, answers=True, ends_s=5.0)), Dump(1)])
+        subject._carry_out([Record(events.Notice(event="silent", text="no heartbeat")), Dump(1)])
         assert subject.heartbeats.commands == Commands(dump=1)
         subject._carry_out([Release(("c",))])
         assert subject.heartbeats.commands == Commands(dump=1, leave=1)
@@ -518,7 +518,7 @@ def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
 
     worlds = play(tmp_path, story)
     assert worlds.told() == [("hang", "b", False)]
-    assert len(worlds.directory.events(events.Silent)) == 1
+    assert len(notices(worlds.directory.all_events(), "silent")) == 1
 
 
 def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
@@ -528,8 +528,8 @@ def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
             silence = Silence(seconds, answers=True, nobody_heard=False, stretch=1.0)
             assert worlds.subject._patience("a", silence) == SHORT_S
 
-    (silent,) = play(tmp_path, story).directory.events(events.Silent)
-    assert (silent.attempt, silent.member) == (1, "a")
+    (silent,) = notices(play(tmp_path, story).directory.all_events(), "silent")
+    assert (silent["attempt"], silent["member"]) == (1, "a")
 
 
 async def until(condition: Callable[[], bool]) -> None:

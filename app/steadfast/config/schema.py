@@ -377,44 +377,42 @@ class TargetOptimizer(OptimizerConfig, Target):
     """Optimizer of the user's own, called with `params`, `lr` and `args`."""
 
 
+WarmupSteps = Annotated[
+    NonNegativeInt, Field(description="steps in which the learning rate rises from 0 to optimizer.lr")
+]
+EndFraction = Annotated[Fraction, Field(description="learning rate at the end of the run, as a share of optimizer.lr")]
+
+
 class CosineConfig(Section):
     kind: Literal["cosine"] = "cosine"
-    warmup_steps: NonNegativeInt = 50
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
-    min_lr_fraction: Fraction = 0.1
-    """learning rate at the end of the run, as a share of optimizer.lr"""
+    warmup_steps: WarmupSteps = 50
+    min_lr_fraction: EndFraction = 0.1
 
 
 class ConstantConfig(Section):
     kind: Literal["constant"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    warmup_steps: WarmupSteps = 0
 
 
 class LinearConfig(Section):
     kind: Literal["linear"] = "linear"
-    warmup_steps: NonNegativeInt = 50
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
-    min_lr_fraction: Fraction = 0.0
-    """learning rate at the end of the run, as a share of optimizer.lr"""
+    warmup_steps: WarmupSteps = 50
+    min_lr_fraction: EndFraction = 0.0
 
 
 class WsdConfig(Section):
     """Warm-up, stable part, decay: a run may be extended from any step of its stable part."""
 
     kind: Literal["wsd"] = "wsd"
-    warmup_steps: NonNegativeInt = 50
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    warmup_steps: WarmupSteps = 50
     decay_fraction: Fraction = 0.1
     """share of the run's steps, at its end, in which the learning rate falls"""
-    min_lr_fraction: Fraction = 0.0
-    """learning rate at the end of the run, as a share of optimizer.lr"""
+    min_lr_fraction: EndFraction = 0.0
 
 
 class StepConfig(Section):
     kind: Literal["step"] = "step"
-    warmup_steps: NonNegativeInt = 0
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    warmup_steps: WarmupSteps = 0
     every_steps: PositiveInt
     """number of steps after which the learning rate falls each time, counted from the first step of the run"""
     gamma: Fraction = 0.1
@@ -621,12 +619,8 @@ class EmaConfig(Section):
     """share of the average that is kept in each step, from 0 to below 1. A larger share averages over more steps"""
 
 
-class EarlyStoppingConfig(Section):
+class EarlyStoppingConfig(KeepBestConfig):
     kind: Literal["early_stopping"] = "early_stopping"
-    metric: Text = "loss"
-    """name of a metric of validation"""
-    mode: Literal["min", "max"] = "min"
-    """whether the least or the greatest value is the best"""
     patience: PositiveInt = 3
     """number of validations without improvement after which the run finishes. Raise it if the metric is noisy"""
     min_delta: Annotated[float, Field(ge=0)] = 0.0

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from steadfast.config import ProfileConfig
 from steadfast.run.directory import PROFILE, RunDirectory
-from steadfast.run.events import Profile
+from steadfast.run.events import Notice
 from steadfast.telemetry.spool import Spool
 from steadfast.world.runtime import World
 
@@ -42,10 +42,10 @@ class Profiler:
             schedule=schedule(wait=config.wait, warmup=1, active=config.active, repeat=1),
             on_trace_ready=self._write,
         )
-        self._written: list[Profile] = []
+        self._written: list[Notice] = []
         self._profile.start()
 
-    def step(self, step: int) -> list[Profile]:
+    def step(self, step: int) -> list[Notice]:
         """Record that a step has ended. Return the recording that it completed, if any."""
         if self._profile is None:
             return []
@@ -82,4 +82,7 @@ class Profiler:
             _log.warning("cannot write the profile of step %s, training goes on: %s", self._step, error)
             return
         path = self._directory / f"{PROFILE}/{name}.pt.trace.json"
-        self._written.append(Profile(rank=self._world.rank, step=self._step, path=path, table=table))
+        rank, step = self._world.rank, self._step
+        text = f"profile of rank {rank} up to step {step} is in {path}: open it in Perfetto or TensorBoard; "
+        text += f"operators by the time that each itself took:\n{table}"
+        self._written.append(Notice(event="profile", text=text, rank=rank, step=step, path=path, table=table))

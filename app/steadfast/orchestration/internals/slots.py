@@ -37,8 +37,9 @@ from steadfast.backoff import delays
 from steadfast.errors import UsageError
 from steadfast.orchestration.messages import Leave
 from steadfast.orchestration.policies import Quarantine
-from steadfast.run.events import NodeQuarantined
+from steadfast.run.events import Notice
 from steadfast.run.interrupts import outlive_sigterm
+from steadfast.units import node_name
 
 _STEADY_S = 10.0  # a worker that lived longer is replaced at once
 _FIRST_DELAY_S = 0.5  # pause before a worker that died earlier is replaced; the pause grows with each early death
@@ -193,7 +194,8 @@ class SlotWorkerGroup(WorkerGroup):
         else:
             avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
         if avoided:
-            self._coordinator.publish.remote(NodeQuarantined(node=node))
+            text = f"node {node_name(node)} gets no new workers for a while: its workers died early or computed wrongly"
+            self._coordinator.publish.remote(Notice(event="node_quarantined", text=text, node=node))
 
     def _has_computed_wrongly(self, node: str) -> bool:
         # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
