@@ -66,7 +66,7 @@ test-newest:
 	$(NEWEST)/pip install --quiet -c .venv-newest/constraints.txt --no-deps $(WITHOUT_REQUIREMENTS)
 	$(NEWEST)/python -c "import torch; print('torch', torch.__version__)"
 	$(NEWEST)/python -m tests.stages unit
-	$(NEWEST)/python -m tests.stages dist
+	$(NEWEST)/python -m tests.stages processes tests/dist
 
 # Needs root and, on Debian, apt-get install openssh-server rsync iproute2. `pytest tests/e2e -m slow` is the rest.
 E2E ?= tests/e2e

@@ -95,7 +95,7 @@ class _Print:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._tests = set(ids)
+        self._tests = {_name(each) for each in ids}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._tests = {item.nodeid for item in session.items}
@@ -119,7 +119,7 @@ class _Print:
             return
         cost: Any = dict(report.user_properties).get(_COST, (0.0, 0.0))
         wall_s, cpu_s = cost
-        self._rows.append({"test": report.nodeid, "wall_s": wall_s, "cpu_s": cpu_s})
+        self._rows.append({"test": _name(report.nodeid), "wall_s": wall_s, "cpu_s": cpu_s})
         if time.monotonic() - self._told_s >= _PROGRESS_S:
             self._told_s = time.monotonic()
             self._loops_s.append(loop_s())
@@ -177,6 +177,11 @@ class _Print:
     def pytest_terminal_summary(self) -> None:
         for line in self._verdict:
             self._terminal.write_line(line)
+
+
+def _name(nodeid: str) -> str:
+    """Return the name of a test without the group, which pytest-xdist appends."""
+    return nodeid.removesuffix(f"@{record.RAY_GROUP}")
 
 
 def _write_progress(line: str) -> None:
