@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from steadfast.errors import StorageError
+from steadfast.errors import ConfigError, StorageError
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 
@@ -35,3 +35,14 @@ def test_a_configuration_with_former_names_of_keys_is_read(tmp_path: Path) -> No
     assert config is not None
     assert config.recovery.hang_limit_s == 7
     assert str(config.recompute.every) == "5 steps"
+
+
+def test_a_configuration_with_keys_that_are_gone_is_read_if_they_have_the_value_of_every_run(tmp_path: Path) -> None:
+    written = "run: {seed: 7}\ndata: {prefetch_factor: 2}\ntrackers: [{kind: wandb, tags: [], mode: auto}]\n"
+    (tmp_path / "config.yaml").write_text(written + "schedule: {kind: one_cycle, rising_fraction: 0.3}\n")
+    config = RunDirectory(LocalStore(tmp_path)).stored_config()
+    assert config is not None
+    assert config.run.seed == 7
+    (tmp_path / "config.yaml").write_text(written + "schedule: {kind: one_cycle, rising_fraction: 0.4}\n")
+    with pytest.raises(ConfigError, match=r"4: schedule.rising_fraction: unknown key; the key is gone, .* always 0.3"):
+        RunDirectory(LocalStore(tmp_path)).stored_config()

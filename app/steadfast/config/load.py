@@ -26,10 +26,25 @@ UNION_MEMBERS = ("literal['auto']", "bool", "constrained-int", *BALANCES, *ORDER
 # Former names of keys. A file that a user gives is refused with the new name; the configuration in a run directory is
 # read.
 _RENAMED = {"recovery.stall_s": "recovery.hang_limit_s", "audit.recompute": "recompute.every"}
+# Keys that are gone, each with the value that every run has now. A file that a user gives is refused; the configuration
+# in a run directory is read if it has the same value.
+_GONE: dict[str, Any] = {
+    "data.prefetch_factor": 2,
+    "parallel.bucket_cap_mb": None,
+    "precision.loss_scale": {"initial": 65536.0, "factor": 2.0, "window": 2000},
+    "schedule.rising_fraction": 0.3,
+    "schedule.start_divisor": 25.0,
+    "schedule.end_divisor": 1e4,
+    "trackers.tags": [],
+    "trackers.mode": "auto",
+}
 # Keys of other trainers that this schema lacks. The nearest valid name would be misleading, so the error names the
 # equivalent instead.
 _OWN_ORDER = "data.order=sequential reads samples as the dataset has them, and a target there in an order of your own"
 _INSTEAD = {
+    **{gone: f"the key is gone, and its value is always {json.dumps(value)}" for gone, value in _GONE.items()},
+    "trackers.tags": "the key is gone: set WANDB_TAGS",
+    "trackers.mode": "the key is gone: set WANDB_MODE",
     **{former: f"the key is called {name} now" for former, name in _RENAMED.items()},
     "audit": "the key audit.recompute is called recompute.every now",
     "data.shuffle": _OWN_ORDER,
@@ -70,12 +85,13 @@ def parse_config(
     """Return the configuration that `text` holds.
 
     `file` names the text in errors, and its stem is the default name of the run. `former_names` says whether former
-    names of keys are read too. Raises ConfigError.
+    names of keys, and keys that are gone, are read too. Raises ConfigError.
     """
     document = Document(text, file)
     # Before the overrides, which come from the user of this version and must have its names.
     if former_names:
         _rename_keys(document.tree)
+        _drop_gone_keys(document.tree)
     document.override(overrides)
     # YAML reads a section without keys as None. Such a section gets its defaults.
     tree = {}
@@ -122,6 +138,19 @@ def _rename_keys(tree: dict[str, Any]) -> None:
             tree.setdefault(section, {})[key] = values.pop(former_key)
             if not values:
                 del tree[former_section]
+
+
+def _drop_gone_keys(value: Any, section: str = "") -> None:
+    if isinstance(value, list):
+        for item in value:
+            _drop_gone_keys(item, section)
+    elif isinstance(value, dict):
+        for key, part in list(value.items()):
+            name = f"{section}{key}"
+            if name in _GONE and part == _GONE[name]:
+                del value[key]
+            else:
+                _drop_gone_keys(part, f"{name}.")
 
 
 def dump_config(config: Config) -> str:
@@ -208,8 +237,8 @@ def _shortened(value: Any) -> str:
 
 
 def _instead(path: Keys) -> str:
-    """Return the equivalent of another trainer's key, "" if unknown."""
-    known = _INSTEAD.get(".".join(path))
+    """Return why the schema lacks a key, and what to set instead, "" if unknown."""
+    known = _INSTEAD.get(".".join(key for key in path if not key.isdecimal()))
     if known is None:
         return ""
     return f"; {known}"

@@ -43,7 +43,6 @@ class TorchDistributedDataParallelism:
     buckets = None
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
-        self._config = config
         self._group = world.groups.communicator.group
         self._precision = precision
         # The reducer divides by the number of replicas, and scaling the loss cancels that for free. A communication
@@ -57,7 +56,6 @@ class TorchDistributedDataParallelism:
             model,
             device_ids=device_ids,
             process_group=self._group,
-            bucket_cap_mb=self._config.bucket_cap_mb,
             # Gradients are views of the buckets; otherwise they would be held twice and copied.
             gradient_as_bucket_view=True,
             # No broadcast of rank 0's weights: restore makes all ranks equal at a lower cost.

@@ -119,7 +119,7 @@ class PipelineParallelism(ReplicatedParallelism):
 
     def _begin(self, model: nn.Module) -> None:
         """Begin the first step, because only then the parameters have memory."""
-        self._buckets = GradientBuckets.of(model, None)
+        self._buckets = GradientBuckets.of(model)
         self._buckets.begin(self._across)
         for name, param in model.named_parameters():
             if param.requires_grad:

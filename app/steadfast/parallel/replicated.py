@@ -27,7 +27,6 @@ class ReplicatedParallelism:
     offloads = False
 
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
-        self._config = config
         self._world = world
         self._precision = precision
         self._fixed_point = precision.scaling if isinstance(precision.scaling, FixedPoint) else None
@@ -39,7 +38,7 @@ class ReplicatedParallelism:
         return self._buckets
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        self._buckets = GradientBuckets.of(model, self._config.bucket_cap_mb, self._fixed_point)
+        self._buckets = GradientBuckets.of(model, self._fixed_point)
         self._buckets.begin(self._world.groups.communicator)
         return model
 
