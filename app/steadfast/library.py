@@ -48,7 +48,6 @@ from steadfast.errors import TrainingError, UsageError
 from steadfast.launch.detect import in_ray_program, under_torchrun
 from steadfast.launch.ray import launch_within
 from steadfast.launch.torchrun import Command, Ending, Place, train_here
-from steadfast.parallel import strategy_of
 from steadfast.parallel.precision import build_precision
 from steadfast.run.directory import RunDirectory
 from steadfast.telemetry.console import Console
@@ -185,7 +184,7 @@ def _fit_under_ray(command: Command, console: Console) -> Result:
     summary = directory.summary()
     if summary is None:
         raise TrainingError("stopped before the first step")
-    if not strategy_of(config.parallel).survivors_hold_all:
+    if not config.parallel.survivors_hold_all:
         return Result(summary, None, directory.uri)
     return Result(summary, _model_of(config, directory, torch.device("cpu")), directory.uri)
 
@@ -446,7 +445,7 @@ def _result(command: Command, directory: RunDirectory, place: Place, ending: End
     summary = json.loads(place.store.get(key))
     if summary is None:
         raise TrainingError("stopped before the first step")
-    if not strategy_of(command.config.parallel).survivors_hold_all:
+    if not command.config.parallel.survivors_hold_all:
         return Result(summary, None, directory.uri)
     # A run that was finished before this call has built no worker, so its model is in a checkpoint only.
     if ending.worker is None:

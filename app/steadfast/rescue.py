@@ -14,8 +14,8 @@ from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel, build_parallel
 from steadfast.parallel.dtensor import local
-from steadfast.run import events
 from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Notice
 from steadfast.world.runtime import Runtime, World
 
 _LIMIT_S = 60.0  # time in which a checkpoint must be written
@@ -83,7 +83,8 @@ class Rescue:
         for news in parts.news():
             self.runtime.publish(news.of_attempt(world.attempt))
         if reason and ends_run:
-            self.runtime.publish(events.NotSaved(attempt=world.attempt, step=step, error=reason))
+            text = f"the run ends without a checkpoint of step {step}: {reason}"
+            self.runtime.publish(Notice(attempt=world.attempt, event="not_saved", text=text, step=step, error=reason))
 
     def _save_copies(self, parts: Parts, state: State) -> None:
         memory = self.worker.memory(self.directory)

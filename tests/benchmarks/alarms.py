@@ -26,6 +26,7 @@ from typing import Any
 from steadfast.config import RecoveryConfig
 from steadfast.orchestration.heartbeat import Silence
 from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Event
 from steadfast.storage import open_store
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.timeouts import Timeouts
@@ -155,7 +156,7 @@ class Simulation:
         self.pass_time(ends_s)
 
     def told(self, name: str) -> list[dict[str, Any]]:
-        return [event.to_line() for event in self.subject.events if event.name == name]
+        return [line for line in map(Event.to_line, self.subject.events) if line["event"] == name]
 
 
 def simulate(hours: float, hangs: int, seed: int) -> int:
@@ -218,7 +219,7 @@ def live(minutes: float) -> int:
         stack.callback(running.end)
         directory = RunDirectory(open_store(f"{storage.replace('?', '/run?', 1)}"))
         running.wait_until(lambda: bool(_told(directory, "attempt_started")), "the first step", 300)
-        workers = running.worker_pids("SlotWorker")
+        workers = running.worker_pids()
         began_s = time.monotonic()
         while time.monotonic() - began_s < 60 * minutes:
             assert running.process.poll() is None, running.output_path.read_text()
@@ -233,7 +234,7 @@ def live(minutes: float) -> int:
         found = event_lines(directory)
         lasted_s = time.monotonic() - began_s
         alarms = [event for event in found if event["event"] in _ENDING]
-        replaced = set(workers) - set(running.worker_pids("SlotWorker"))
+        replaced = set(workers) - set(running.worker_pids())
     rows = [["what", "count"], ["minutes", f"{lasted_s / 60:.1f}"], ["load", str(_LOAD)]]
     rows += [[what, str(count)] for what, count in sorted(done.items())]
     rows += [[f"told: {name}", str(sum(event["event"] == name for event in found))] for name in _TOLD]

@@ -46,6 +46,7 @@ from steadfast.world.device import set_numerics
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import Runtime, WorkerProcess, World, form_world
 from tests.benchmarks.statistics import table
+from tests.support.events import notices
 from tests.support.gang import Gang, Member
 from tests.support.reference import CPU
 from tests.support.small import small
@@ -205,7 +206,7 @@ class Rank:
             named = found.rank
         except TrainingError as found:
             error = str(found)
-        struck = any(event.name == "fault_injected" for event in told.events)
+        struck = bool(notices(told.events, "fault_injected"))
         return recompute.taken, struck, named, error
 
     def _stepper(self, plan: Plan, probes: Probes, recompute: Recompute) -> Stepper:

@@ -47,8 +47,8 @@ def _resized(command: Command, common: list[str], num_steps: int) -> Running:
     few = num_steps // 20  # early, since newcomers take a while to start and the others train on meanwhile
     running.wait_for_step(few, _START_S)
     for size in (3, 1, 2, 4):
-        if len(running.worker_pids("SlotWorker")) > 1:  # alone there would be nobody left
-            os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
+        if len(running.worker_pids()) > 1:  # alone there would be nobody left
+            os.kill(running.worker_pids()[0], signal.SIGKILL)
             running.wait_for_step(running.history.last_step + few, _LEG_S)
         answer = running.scale(f"{size}:{size}")
         assert answer.returncode == 0, answer.stderr
@@ -62,7 +62,7 @@ def _killed_and_resumed(command: Command, common: list[str], num_steps: int) -> 
     words = (*common, f"checkpoint.every={max(1, num_steps // 8)} steps")
     running = command.start(*words, "scaling.num_workers=2", small=False)
     running.wait_for_step(num_steps // 4, _START_S)
-    for pid in running.worker_pids("SlotWorker"):
+    for pid in running.worker_pids():
         os.kill(pid, signal.SIGKILL)
     running.wait_for_event("attempt_started", _LEG_S, attempt=2)
     running.wait_for_step(num_steps // 2, _LEG_S)

@@ -15,7 +15,7 @@ import ray
 from steadfast.config import RecoveryConfig, ScalingConfig
 from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import Member
-from steadfast.orchestration.trainer import SLOTS, start_coordinator
+from steadfast.orchestration.trainer import start_coordinator
 from steadfast.run.directory import RunDirectory
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
@@ -30,7 +30,7 @@ def ask(folder: Path, num_workers: int) -> dict[str, float]:
     membership = Membership.of(ScalingConfig(num_workers=(1, 2 * num_workers)), expected=num_workers + 1)
     membership.settle_s = 600.0  # nobody gets a place: all wait for one more
     ownership = Ownership.claim(directory.store)
-    coordinator = start_coordinator(SLOTS, RecoveryConfig(silence_s=600.0), membership, directory, ownership)
+    coordinator = start_coordinator(RecoveryConfig(silence_s=600.0), membership, directory, ownership)
     members = [Member(f"{number:08x}", None, f"node-{number // 8}", ("127.0.0.1", 1)) for number in range(num_workers)]
     began_s = time.monotonic()
     calls: list[Any] = [coordinator.admit.remote(member.name) for member in members]

@@ -71,14 +71,13 @@ ERROR = "Unable to find address for: ib0"
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("mode", ["slots", pytest.param("restart", marks=pytest.mark.slow)])
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_an_interface_that_does_not_exist_ends_the_run_with_its_error_and_what_to_do(
-    command: Commands, monkeypatch: pytest.MonkeyPatch, mode: str
+    command: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")  # as on the cluster that the user has come from
-    words = ("run.steps=1000000", f"recovery.mode={mode}", "recovery.silence_s=3")
+    words = ("run.steps=1000000", "recovery.silence_s=3")
     finished = command().run(*words, timeout_s=240)
 
     assert finished.code == 1, finished.output

@@ -25,14 +25,14 @@ def test_the_coordinator_is_killed_and_the_world_trains_on(on_head: Commands) ->
     running = on_head().start(FOR_EVER, *words)
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
     running.wait_for_step(20)
-    workers = running.worker_pids("SlotWorker")
+    workers = running.worker_pids()
     last = kill(running, "ray::Coordinator")
     running.wait_for_step(last + 20)
     told = running.wait_for_event("process_restarted")
     assert told["follows"] == "another one has taken its place, and 2 of 2 workers go on"
     known = running.history.last_step
     running.wait_for_step(known + 20)
-    assert running.worker_pids("SlotWorker") == workers
+    assert running.worker_pids() == workers
     assert [event["attempt"] for event in running.events if event["event"] == "attempt_started"] == [1]
     running.wait_until(
         lambda: any(event["event"] == "checkpoint" and event["step"] > known for event in running.events),

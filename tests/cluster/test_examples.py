@@ -33,7 +33,7 @@ def lose_a_worker(command: Command, num_steps: int, by_hand: Callable[[int], flo
     running = command.start(f"run.steps={num_steps}", "scaling.num_workers=[1,2]", *overrides, small=False)
     running.wait_for_event("attempt_started", attempt=1, world_size=2, timeout_s=150)
     running.wait_for_step(num_steps // 4)
-    os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
+    os.kill(running.worker_pids()[0], signal.SIGKILL)
     running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
     expected = by_hand(num_steps)
     check_finished(running)

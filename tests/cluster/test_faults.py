@@ -79,9 +79,9 @@ def test_nobody_is_replaced_and_no_step_is_done_again(on_head: Commands, command
     run = on_head("run")
     running = run.start(*FORWARDS, f"faults.inject=[{OOM}, {SLOW}]", "scaling.num_workers=2")
     running.wait_for_event("attempt_started", attempt=1, world_size=2, timeout_s=150)
-    pids = running.worker_pids("SlotWorker")
+    pids = running.worker_pids()
     running.wait_for_event("attempt_started", attempt=3, world_size=2)
-    assert running.worker_pids("SlotWorker") == pids
+    assert running.worker_pids() == pids
     finished = check_finished(running)
     assert "out of memory in step 50: from now on forwards have at most 4 samples" in finished.output
     shrunk = [event["forward_size"] for event in running.events if event["event"] == "forwards_shrunk"]

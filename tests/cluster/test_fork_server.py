@@ -154,7 +154,7 @@ def test_workers_of_a_cluster_are_forks_of_one_server_that_ends_with_the_raylet(
 def test_a_worker_that_joins_on_a_cluster_is_a_fork(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
-    parents = {psutil.Process(pid).ppid() for pid in running.worker_pids("SlotWorker")}
+    parents = {psutil.Process(pid).ppid() for pid in running.worker_pids()}
     assert len(parents) == 1
     assert "fork_server" in " ".join(psutil.Process(parents.pop()).cmdline())
     check_stopped(running)
@@ -165,7 +165,7 @@ def test_a_worker_that_joins_on_a_cluster_is_a_fork(on_head: Commands) -> None:
 def test_workers_of_an_embedded_ray_are_forks_and_without_the_server_others_replace_them(command: Commands) -> None:
     running = command().start(FOR_EVER, "scaling.num_workers=[1,2]")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
-    killed, survivor = (psutil.Process(pid) for pid in running.worker_pids("SlotWorker"))
+    killed, survivor = (psutil.Process(pid) for pid in running.worker_pids())
     server = killed.parent()
     assert server is not None
     assert server == survivor.parent()

@@ -25,7 +25,7 @@ def train_and_kill(run: Command, *words: str) -> list[dict[str, Any]]:
     running = run.start(*WORDS, *words, small=False)
     running.wait_for_event("attempt_started", world_size=2, timeout_s=150)  # one that still starts is not missed
     running.wait_for_step(STEPS // 3)
-    os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
+    os.kill(running.worker_pids()[0], signal.SIGKILL)
     running.wait_for_event("failure", kind="worker")
     check_finished(running, 180)
     check_ledger(run.directory, STEPS)

@@ -12,6 +12,14 @@ from ray._private import services, utils, worker
 from ray._private.node import Node
 from ray.autoscaler._private.local.node_provider import LocalNodeProvider
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.controller import controller
+from ray.train.v2._internal.execution.scaling_policy import scaling_policy
+from ray.train.v2._internal.execution.training_report import _TrainingReport
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import ObjectRefWrapper
+from ray.train.v2.api import data_parallel_trainer
 
 from steadfast.errors import UsageError
 from steadfast.orchestration.internals import (
@@ -23,7 +31,27 @@ from steadfast.orchestration.internals import (
     without_idle_actors,
     without_services,
 )
-from steadfast.orchestration.internals.slots import NoBarrier, find_incompatibility
+from steadfast.orchestration.internals.slots import NoBarrier
+
+# Parameters of Ray's internal functions that slots override or call.
+PARAMETERS = {
+    WorkerGroup._start_impl: ["self", "worker_group_state_builder"],
+    WorkerGroup._poll_workers_and_collect_errors: ["self", "timeout"],
+    WorkerGroup._init_train_context: ["self", "workers", "sync_actor"],
+    WorkerGroup._get_worker_runtime_env: ["custom_runtime_env"],
+    WorkerGroup.shutdown: ["self"],
+    WorkerGroup.abort: ["self"],
+    ReplicaGroup.start_training: ["self", "worker_group_context"],
+    CheckpointManager.register_checkpoint: ["self", "training_report"],
+    ObjectRefWrapper.get: ["self"],
+    _TrainingReport.__init__: ["self", "checkpoint", "metrics", "validation"],
+}
+OVERRIDDEN = (
+    (controller.TrainController, "worker_group_cls"),
+    (data_parallel_trainer, "TrainController"),
+    (controller, "CheckpointManager"),
+    (scaling_policy, "TrainAutoscalingCoordinatorClient"),
+)
 
 
 def test_ray_sets_its_sigterm_handlers_by_a_function_that_can_be_replaced(
@@ -62,7 +90,10 @@ def test_ids_of_actor_classes_and_messages_of_raylets_come_by_names_that_can_be_
 
 
 def test_what_slots_override_is_where_it_was_and_a_call_that_would_wait_for_all_says_what_to_do() -> None:
-    assert find_incompatibility() is None
+    for function, expected in PARAMETERS.items():
+        assert list(inspect.signature(function).parameters) == expected, function.__qualname__
+    for owner, name in OVERRIDDEN:
+        assert hasattr(owner, name)
     barrier = pickle.loads(pickle.dumps(NoBarrier()))
     with pytest.raises(UsageError, match="Return metrics in Sums"):
         barrier.broadcast_from_rank_zero.remote()

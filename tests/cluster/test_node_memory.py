@@ -52,7 +52,7 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_hea
     running.wait_for_step(120)
     name = memory_of(running.directory)
     assert len(holders(name)) == 1
-    for pid in running.worker_pids("SlotWorker"):
+    for pid in running.worker_pids():
         os.kill(pid, signal.SIGKILL)
     restored = running.wait_for_event("restore", source="snapshot")
     running.wait_until(lambda: running.history.lines[-1]["step"] > restored["step"] + restored["lost_steps"], "news")

@@ -75,7 +75,7 @@ def test_a_local_run_listens_on_the_loopback_alone_and_neither_strangers_nor_a_p
     assert beyond == {}
     assert unknown(found) == []
 
-    pids = running.worker_pids("SlotWorker")
+    pids = running.worker_pids()
     assert len([title for title in found.values() if title.startswith("ray::Coordinator")]) == 2
     (coordinator,) = [pid for pid, title in descendants(running.process.pid) if title.startswith("ray::Coordinator")]
     make_noise(heartbeats_of(found), len(NOISE))
@@ -84,7 +84,7 @@ def test_a_local_run_listens_on_the_loopback_alone_and_neither_strangers_nor_a_p
     os.kill(coordinator, signal.SIGCONT)
     time.sleep(PAUSE_S)  # in which a coordinator that judges before it reads would have ended them
     running.wait_for_step(running.history.last_step + 20)
-    assert running.worker_pids("SlotWorker") == pids
+    assert running.worker_pids() == pids
     assert [event["event"] for event in running.events if event["event"] in ("failure", "attempt_ended")] == []
     check_stopped(running)
 

@@ -108,7 +108,7 @@ def test_a_run_in_a_bucket_survives_a_worker_and_is_stopped_and_resumed(
 
     running = on_head().start(*words, "run.steps=1000000")
     running.wait_until(lambda: read_ledger(directory.store).last_step >= 60, "step 60 in the bucket")
-    os.kill(running.worker_pids("SlotWorker")[0], signal.SIGKILL)
+    os.kill(running.worker_pids()[0], signal.SIGKILL)
     running.wait_until(lambda: bool(told(directory, "restore")), "the survivor's state")
     running.interrupt()
     stopped = running.wait(60)

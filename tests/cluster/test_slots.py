@@ -19,7 +19,7 @@ def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_jo
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
     running.wait_for_step(30)
-    killed, survivor = running.worker_pids("SlotWorker")
+    killed, survivor = running.worker_pids()
     os.kill(killed, signal.SIGKILL)
     running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
     running.wait_for_event("attempt_started", attempt=3, world_size=2, source="rank 0")
@@ -35,7 +35,7 @@ def test_a_survivor_keeps_running_and_the_worker_that_replaces_the_killed_one_jo
 def test_a_silent_worker_is_missed_killed_and_replaced(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]", "recovery={silence_s: 3, hang_limit_s: 3}")
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
-    silent, _ = running.worker_pids("SlotWorker")
+    silent, _ = running.worker_pids()
     os.kill(silent, signal.SIGSTOP)
     assert running.wait_for_event("failure")["error"].startswith("not heard of for ")
     running.wait_for_event("attempt_started", attempt=2, world_size=1, source="rank 0")
@@ -50,7 +50,7 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_newest_checkpoint(o
     # Losses at the same moment are one failure.
     running = on_head().start(FOR_EVER, *words, "recovery.max_failures=1")
     running.wait_for_step(60)
-    for pid in running.worker_pids("SlotWorker"):
+    for pid in running.worker_pids():
         os.kill(pid, signal.SIGKILL)
     restored = running.wait_for_event("restore", source="checkpoint")
     assert restored["lost_steps"] <= 50
@@ -66,7 +66,7 @@ def test_survivors_of_a_sharded_world_keep_running_and_take_the_newest_copy_or_c
     running = on_head().start(FOR_EVER, "scaling.num_workers=[1,2]", *words)
     running.wait_for_event("attempt_started", attempt=1, world_size=2)
     running.wait_for_step(50)
-    killed, survivor = running.worker_pids("SlotWorker")
+    killed, survivor = running.worker_pids()
     os.kill(killed, signal.SIGKILL)
     restored = running.wait_for_event("restore", attempt=2)
     assert restored["source"] in ("snapshot", "checkpoint")
@@ -84,13 +84,13 @@ def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(on_head:
     assert scale(run.directory, "1:2").returncode == 2  # it is not there yet
     running = run.start(FOR_EVER, "scaling.num_workers=1")
     running.wait_for_step(20)
-    (first,) = running.worker_pids("SlotWorker")
+    (first,) = running.worker_pids()
     grown = running.scale("2:2")
     assert (grown.returncode, grown.stdout.strip().split(": ")[1]) == (0, "[1, 1] -> [2, 2]")
     running.wait_for_event("attempt_started", attempt=2, world_size=2, source="rank 0")
     assert running.scale("1").returncode == 0
     running.wait_for_event("attempt_started", attempt=3, world_size=1, source="rank 0")
-    running.wait_until(lambda: running.worker_pids("SlotWorker") == [first], "end of the second worker")
+    running.wait_until(lambda: running.worker_pids() == [first], "end of the second worker")
     useless = running.scale("2:7")
     assert useless.returncode == 2
     assert "a global batch" in useless.stderr
@@ -106,7 +106,7 @@ def test_scale_changes_the_number_of_workers_of_a_run_that_is_under_way(on_head:
 def test_ctrl_c_between_two_worlds_writes_what_the_survivor_holds(on_head: Commands) -> None:
     running = on_head().start(FOR_EVER, "scaling.num_workers=2")  # so that one alone waits
     running.wait_for_step(30)
-    os.kill(running.worker_pids("SlotWorker")[-1], signal.SIGKILL)
+    os.kill(running.worker_pids()[-1], signal.SIGKILL)
     running.wait_for_event("failure")
     known = running.history.last_step
     check_stopped(running, lost_steps=0)
@@ -143,12 +143,12 @@ def test_a_step_that_is_not_finite_is_rolled_back_and_left_out_by_living_workers
     faults = "faults.inject=[{kind: nan_at, step: 60, rank: 1}]"
     running = on_head().start(FOR_EVER, "scaling.num_workers=2", "checkpoint.every=25 steps", faults)
     assert running.wait_for_event("rollback")["steps"] == [60]
-    pids = running.worker_pids("SlotWorker")
+    pids = running.worker_pids()
     restored = running.wait_for_event("restore")
     assert restored["source"] == "snapshot" or restored["step"] == 50
     assert 50 <= restored["step"] < 60
     running.wait_for_step(100)
-    assert running.worker_pids("SlotWorker") == pids
+    assert running.worker_pids() == pids
     assert [line["step"] for line in running.history.committed.values() if line.get("skipped")] == [60]
     check_stopped(running, lost_steps=60)
 
@@ -180,14 +180,14 @@ def test_a_spare_takes_the_place_of_the_only_worker_before_another_one_has_start
     words = ("scaling.num_workers=1", "scaling.spares=1", "checkpoint.every=10 steps", "checkpoint.node_memory=false")
     running = on_head().start(FOR_EVER, *words)
     running.wait_for_event("attempt_started", attempt=1, world_size=1, timeout_s=150)
-    running.wait_until(lambda: len(running.worker_pids("SlotWorker")) == 2, "a spare")
+    running.wait_until(lambda: len(running.worker_pids()) == 2, "a spare")
     killed, spare = trainer_and_spare(running)
     assert [event["event"] for event in running.events if event["event"] == "attempt_ended"] == []
     os.kill(killed, signal.SIGKILL)
     died_s = running.wait_for_event("failure")["time_s"]
     started = running.wait_for_event("attempt_started", attempt=2, world_size=1, source="checkpoint")
     print(f"a spare trains {started['time_s'] - died_s:.2f} s after the death")
-    running.wait_until(lambda: len(running.worker_pids("SlotWorker")) == 2, "another spare")
+    running.wait_until(lambda: len(running.worker_pids()) == 2, "another spare")
     assert trainer_and_spare(running)[0] == spare
     check_stopped(running, lost_steps=30)
 
@@ -196,7 +196,7 @@ def trainer_and_spare(running: Running) -> tuple[int, int]:
     """Wait until one of two workers has built its model and waits, and the other trains. Return their pids."""
 
     def used_s() -> dict[int, float]:
-        found = {pid: psutil.Process(pid).cpu_times() for pid in running.worker_pids("SlotWorker")}
+        found = {pid: psutil.Process(pid).cpu_times() for pid in running.worker_pids()}
         return {pid: times.user + times.system for pid, times in found.items()}
 
     used: list[tuple[float, int]] = []

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor
 
 from steadfast.checkpoint.catalog import Catalog, path_of
-from steadfast.config import Config, DataParallelConfig
-from steadfast.errors import UsageError
+from steadfast.config import Config
 from steadfast.launch.resume import start_or_resume
 from steadfast.loop.worker_state import WorkerState
-from steadfast.parallel import build_parallel
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import RunStarted
 from tests.support.claims import (
@@ -227,20 +224,6 @@ def test_worlds_of_other_sizes_go_on_with_state_that_fsdp_keeps_in_the_hosts_mem
     check_run(run, reference(config))
     assert run.told("restore", "step") == [5, 10]
     assert run.told("restore", "source") == sources
-
-
-def test_one_worker_of_data_parallel_trains_as_one_process_does_and_is_told_of_ddp(tmp_path: Path) -> None:
-    config = small(tmp_path, "parallel.kind=data_parallel", "scaling.num_workers=1")
-    run = drill(config, worlds=[1])
-    check_run(run, reference(config))
-    (notice,) = run.told("notice", "text")
-    assert notice.startswith("parallel.kind=data_parallel copies the model to each GPU in every forward")
-
-
-def test_a_second_worker_of_data_parallel_is_refused() -> None:
-    world: Any = SimpleNamespace(size=2)
-    with pytest.raises(UsageError, match="data_parallel is one process, and there are 2: use ddp"):
-        build_parallel(DataParallelConfig(), world, SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
 
 
 FIRST = 5  # steps of the first epoch of a run that is extended: 55 samples, of which the last step has 3

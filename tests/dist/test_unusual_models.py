@@ -396,14 +396,13 @@ class Turns:
         (["parallel.kind=ddp"], [1, 4, 2, 3]),
         (["run.exact=true", "run.deterministic=true"], [3, 1, 4, 2]),
         (["parallel.reducer=torch"], [1, 4, 2, 3]),
-        (["parallel.kind=data_parallel", "scaling.num_workers=1"], [1]),
         (["parallel.kind=fsdp"], [1, 4, 2, 3]),
         (["parallel={kind: fsdp, reduce_every_microbatch: true}"], [3, 1, 4, 2]),
         (["parallel={kind: fsdp, reshard_after_forward: false, cpu_offload: true}"], [2, 3]),
         (["parallel={kind: fsdp, shard_size: 2}"], [2, 4]),
         (["parallel={kind: fsdp, shard_size: 2, reduce_every_microbatch: true}"], [4, 2]),
     ],
-    ids=["ddp", "exact", "torch", "data_parallel", "fsdp", "every", "offload", "hsdp", "hsdp_every"],
+    ids=["ddp", "exact", "torch", "fsdp", "every", "offload", "hsdp", "hsdp_every"],
 )
 def test_unused_parameters_are_left_alone_as_in_a_plain_loop(
     tmp_path: Path, words: list[str], worlds: list[int]

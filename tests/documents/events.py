@@ -6,6 +6,7 @@ import re
 import tokenize
 from pathlib import Path
 
+import steadfast
 from steadfast.run import events
 
 _HEAD = """\
@@ -31,7 +32,24 @@ def events_page() -> str:
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name != "Event":
             parts.append(_section(node, comments))
+        if isinstance(node, ast.ClassDef) and node.name == "Notice":
+            parts.append(_notices())
     return "\n".join(parts)
+
+
+def _notices() -> str:
+    """Return the table of notices with a name of their own, from the calls that make them."""
+    fields: dict[str, list[str]] = {}
+    for path in sorted(Path(steadfast.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            given = {each.arg: each.value for each in getattr(node, "keywords", [])}
+            name = given.get("event")
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                known = fields.setdefault(name.value, [])
+                known += [each for each in given if each not in ("event", "text", "attempt", *known)]
+    rows = [f"| `{name}` | {', '.join(f'`{each}`' for each in known)} |" for name, known in sorted(fields.items())]
+    lines = ["Notices with a name of their own, and their fields beside `text`:", "", "| event | fields |", "|---|---|"]
+    return "\n".join([*lines, *rows]) + "\n"
 
 
 def _section(node: ast.ClassDef, comments: dict[int, tuple[bool, str]]) -> str:

@@ -52,7 +52,7 @@ SLOW = [
     r"dist/test_replicas.*(connect\w*\[(hsdp-0|stages-1)|costs\w*\[\w+-1|bit_by_bit\[hsdp)",
     r"dist/test_rescue.*shards_of_the_last_step.*({kind: fsdp}-2|stages: 2}.*(data|validation))",
     r"dist/test_rescue.*(interrupted\w*\[overrides1|shards_of_the_last\w*.*(backward|data))",
-    r"dist/test_unusual.*plain_loop\[(data_parallel|offload|every|fsdp)\]",
+    r"dist/test_unusual.*plain_loop\[(offload|every|fsdp)\]",
     r"dist/test_unusual.*plain_loop\[hsdp_every",
     r"dist/test_unusual.*(\[0\.1-fsdp|\[null-ddp|five_new_worlds\w*\[torch)",
     r"dist/test_unusual.*(statistics\[15|attributes\w*\[{reducer: torch)",

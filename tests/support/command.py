@@ -163,7 +163,7 @@ class Running:
     def events(self) -> list[dict[str, Any]]:
         return event_lines(RunDirectory(LocalStore(self.directory)))
 
-    def worker_pids(self, title: str = "RayTrainWorker") -> list[int]:
+    def worker_pids(self, title: str = "SlotWorker") -> list[int]:
         """Return the pids of this command's training processes, in an order that says nothing of age or role.
 
         On a shared head they are below its raylet, and all of them this command's: one at a time uses it.

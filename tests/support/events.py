@@ -1,6 +1,7 @@
 """Events as scripts read them, the lines of `events.jsonl`, and as users do."""
 
 import time
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,12 @@ class Published(list[Event]):
 
     def publish(self, event: Event) -> None:
         self.append(event)
+
+
+def notices(told: Iterable[Event], name: str) -> list[dict[str, Any]]:
+    """Return the lines of the notices with this name, oldest first."""
+    lines = [event.to_line() for event in told if isinstance(event, events.Notice)]
+    return [line for line in lines if line["event"] == name]
 
 
 def changed(event: Kind, **fields: Any) -> Kind:
@@ -86,7 +93,6 @@ DIED = events.Failure(
     member="1f2e3d4c", rank=1, pid=4242, host="gpu7", node="0a1b", kind="worker", error="connection closed"
 )
 ON_CPU = changed(LOGGED, mfu=None, world_size=1, step_ms=4.08, unit="samples")
-SHARES = events.Shares(attempt=1, step=60, before=(8, 8), after=(12, 4))
 SHOWN: dict[str, Event] = {
     LINE: LOGGED,
     LINE.replace("loss 2.413 ", "loss 2.413  accuracy 0.9120  length 12.50 "): changed(
@@ -110,16 +116,6 @@ SHOWN: dict[str, Event] = {
     ),
     "snapshots in node memory from step 40 on: 12.3 MiB per worker; "
     "training waited 12 ms for the copy": events.Snapshot(step=40, stall_s=0.0123, bytes=12_900_000),
-    "checkpoint at step 40 is not written; training continues, and a retry or the next checkpoint follows: "
-    "No space left on device (12.3 MiB are needed)": events.CheckpointFailed(
-        step=40, error="No space left on device", needed_bytes=12_900_000
-    ),
-    "checkpoint at step 40 is damaged and will not be used: step-00000040/a is missing": events.CheckpointQuarantined(
-        step=40, error="step-00000040/a is missing"
-    ),
-    "the run ends without a checkpoint of step 40: some of the weights are not finite": events.NotSaved(
-        step=40, error="some of the weights are not finite"
-    ),
     "validation at step 400 | loss 1.900 | best so far": events.Validation(step=400, metrics={"loss": 1.9}, best=True),
     "run ddp: 2 workers on CPU, fp32, 812.3k parameters, step 40 restored from checkpoint | ready in 3.1 s": STARTED,
     "run ddp: 1 worker on NVIDIA H100, bf16, 812.3k parameters, from step 0 | ready in 3.1 s": changed(
@@ -134,18 +130,6 @@ SHOWN: dict[str, Event] = {
     ),
     "attempt 1 ended after step 43: worker lost": events.AttemptEnded(attempt=1, step=43, cause="worker lost"),
     "attempt 1 ended: all workers lost": events.AttemptEnded(attempt=1, cause="all workers lost"),
-    "shares (8, 8) -> (12, 4) microbatches from step 60: rank 1 is 3.0x slower than the fastest rank": changed(
-        SHARES, microbatch_ms=(10.0, 30.1)
-    ),
-    "shares (12, 4) -> (8, 8) microbatches from step 60: all ranks are equally fast": changed(
-        SHARES, before=(12, 4), after=(8, 8), microbatch_ms=(10.0, 10.1)
-    ),
-    "shares (8, 8) -> (12, 4) microbatches from step 60: batch.balance gives weights 3, 1": changed(
-        SHARES, weights=(3.0, 1.0)
-    ),
-    "shares stay (8, 8) microbatches: under fsdp every worker runs the same number of microbatches": changed(
-        SHARES, after=(8, 8), parallel="fsdp"
-    ),
     "rolling back: loss nan, gradient norm nan at step 42; steps skipped from now on: 40, 42": events.Rollback(
         attempt=1, steps=(40, 42), cause="loss nan, gradient norm nan at step 42"
     ),
@@ -174,16 +158,9 @@ SHOWN: dict[str, Event] = {
         ranks=(0, 1), phase="forward", step=60, seconds=3.21, stacks="x", guess="slow", ends_s=600.0
     ),
     "rank 1 continued after 13.2 s in forward": events.HangOver(ranks=(1,), phase="forward", step=60, seconds=13.21),
-    "no heartbeat from worker 1f2e3d4c for 5.1 s: its machine answers, its process does not; "
-    "the worker is declared dead after 60 s": events.Silent(member="1f2e3d4c", seconds=5.12, answers=True, ends_s=60.0),
     "rank 2 is slow in loader: the other ranks wait 31% of every step": events.Straggler(
         member="a", rank=2, phase="loader", lost_s=0.2, share=0.31
     ),
-    "a layer is compiled in parts, which is slower: no": events.GraphBreak(place="", reason="no"),
-    "1 worker must wait: a replica needs 2 workers": events.LeftOver(workers=1, unit=2),
     "scaling.num_workers (fewest, most): 1, 2 -> 2, 4": events.Scale(before=(1, 2), after=(2, 4)),
     "training waits for workers: 1 of at least 2 have started": events.Waiting(workers=1, needed=2),
-    "node 10.0.0.7 gets no new workers for a while: its workers died early or computed wrongly": events.NodeQuarantined(
-        time_s=1.0, node="10.0.0.7", attempt=None
-    ),
 }

@@ -1,7 +1,8 @@
 """Commands as forks of one process that has imported what they need, so that a start costs no imports.
 
 A fork has the environment, streams, session and working directory of a command of its own, and runs `main.py` from its
-first line. A command whose environment differs in a variable that libraries read at import starts as a new process.
+first line. So is the server from which an embedded Ray of the command forks its workers. A command whose environment
+differs in a variable that libraries read at import starts as a new process.
 `tests/cluster/test_kill.py` keeps a command that starts without this server, so that a broken import shows.
 """
 
@@ -20,10 +21,15 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
+
+from steadfast.orchestration import fork_server
+from steadfast.orchestration.fork_worker import RAYLET_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 _READ_AT_IMPORT = (
@@ -38,8 +44,8 @@ _MODULES = (
     "steadfast.orchestration.trainer",
     "steadfast.worker",
     "steadfast.analysis.report.write",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
+    *fork_server.LIBRARIES,
+    *fork_server.RAY_AND_STEADFAST,
 )
 _KILLED = -signal.SIGKILL
 
@@ -171,6 +177,7 @@ def _run(request: dict[str, Any], output: int) -> None:
         os.close(output)
         os.environ.clear()
         os.environ.update(request["environment"])
+        _fork_the_next_fork_server()
         sys.argv = list(request["words"])
         sys.orig_argv = [sys.executable, *sys.argv]
         sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
@@ -187,6 +194,87 @@ def _run(request: dict[str, Any], output: int) -> None:
         _leave(code)
 
 
+def _fork_the_next_fork_server() -> None:
+    """Fork a process that becomes the fork server which this command starts, or ends with the command."""
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        line.close()
+        _become_fork_server(theirs)
+    theirs.close()
+    started = partial(_ForkServer, pid, line)
+    fork_server.subprocess = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+        Popen=started, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
+    )
+
+
+class _ForkServer:
+    """The process of a fork server, with the methods of `subprocess.Popen` that the command uses."""
+
+    def __init__(self, pid: int, line: socket.socket, command: list[str], **options: Any) -> None:
+        self.pid = pid
+        self._line = line
+        (listener,) = options["pass_fds"]
+        output = os.open(os.devnull, os.O_WRONLY) if options["stdout"] is not None else os.dup(1)
+        # Of the command all but Python, its program and the number that the listener has in this process.
+        request = {"words": command[4:], "environment": dict(os.environ), "folder": options["cwd"]}
+        socket.send_fds(line, [json.dumps(request).encode()], [listener, output])
+        os.close(output)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.close()
+        os.waitpid(self.pid, 0)
+
+
+def _become_fork_server(line: socket.socket) -> None:
+    """Run the program of a fork server, whose standard input ends with the command. Never returns."""
+    data, files, _, _ = socket.recv_fds(line, 2**20, 2)
+    if not data:  # the command has ended, and has started no server
+        os._exit(0)
+    request = json.loads(data)
+    listener, output = files
+    code = 1
+    try:
+        for number, descriptor in ((0, line.fileno()), (1, output), (2, output)):
+            os.dup2(descriptor, number)
+        line.close()
+        os.close(output)
+        sys.argv = ["-c", str(listener), *request["words"]]
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        sys.path[:] = [str(ROOT / "app"), *(path for path in sys.path if path not in ("", str(ROOT)))]
+        fork_server._import_ray = partial(_import_ray, fork_server._import_ray)
+        fork_server._run_worker = partial(_run_worker, fork_server._run_worker)
+        fork_server.main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _import_ray(stock: Callable[[dict[str, str]], None], environment: dict[str, str]) -> None:
+    stock(environment)
+    # Ray, which has been imported already, reads its variables in the environment again.
+    sys.modules["ray._raylet"].Config.initialize("")
+
+
+def _run_worker(stock: Callable[[dict[str, Any]], None], request: dict[str, Any]) -> None:
+    # Ray, which took this process for the raylet when it was imported, would not end the worker with its own raylet.
+    raylet = os.pidfd_open(int(request["environment"][RAYLET_VARIABLE]))
+    threading.Thread(target=lambda: (select.select([raylet], [], []), os._exit(1)), daemon=True).start()
+    stock(request)
+
+
 def _leave(code: int) -> None:
     """End this process in the order of the interpreter: threads, registered functions, streams."""
     with contextlib.suppress(BaseException):
@@ -200,6 +288,8 @@ def _leave(code: int) -> None:
 
 def main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
+    # Ray reads these variables when it is imported, and uses them in workers alone.
+    os.environ |= fork_server.NO_JOB | {RAYLET_VARIABLE: str(os.getpid())}
     from steadfast.orchestration.internals import other_class_ids
 
     with other_class_ids():

@@ -127,8 +127,9 @@ def hear_steadily(num_ahead: int, num_steps: int) -> tuple[Plan, list[Event]]:
 @pytest.mark.parametrize(("num_ahead", "first_step"), [(0, 13), (4, 14), (8, 14), (9, 15), (256, 45)])
 def test_new_shares_begin_where_no_loader_has_read_yet(num_ahead: int, first_step: int) -> None:
     plan, (event,) = hear_steadily(num_ahead, 60)
-    shown = {"before": (8, 8), "after": (12, 4), "microbatch_ms": (10.0, 30.0)}
-    assert event.to_line() == {"time_s": None, "event": "shares", "attempt": 1, "step": first_step, **shown}
+    text = f"shares (8, 8) -> (12, 4) microbatches from step {first_step}: rank 1 is 3.0x slower than the fastest rank"
+    shown = {"text": text, "step": first_step, "before": (8, 8), "after": (12, 4), "microbatch_ms": (10.0, 30.0)}
+    assert event.to_line() == {"time_s": None, "event": "shares", "attempt": 1, **shown}
     assert [plan.shares_at(step) for step in (first_step - 1, first_step)] == [(8, 8), (12, 4)]
 
 

@@ -12,7 +12,7 @@ from steadfast.checkpoint.writer import Dropped
 from steadfast.commands.doctor import examine
 from steadfast.config import CheckpointConfig
 from steadfast.errors import StorageError
-from steadfast.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 NOTHING = frozenset[int]()
 LAST_TWO = CheckpointConfig(keep_last=2)

@@ -18,8 +18,8 @@ from steadfast.errors import TrainingError, UsageError
 from steadfast.models import build_model
 from steadfast.parallel.activations import checkpoint_activations
 from steadfast.parallel.compiled import CompiledBlocks
-from steadfast.run.events import Event, GraphBreak, Recompiled
 from steadfast.tasks import LanguageModeling, summed_loss
+from tests.support.events import notices
 
 # Torch looks at the gradients of all inputs of what it compiles, and hides from users what it says of that itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -196,19 +196,17 @@ def test_models_that_cannot_be_compiled_are_refused_by_name(num_graphs: Count) -
         CompiledBlocks("blocks").take(model)
 
 
-def told_of(compiled: CompiledBlocks, kind: type[Event]) -> list[Any]:
-    return [event for event in compiled.news() if isinstance(event, kind)]
-
-
 def test_another_shape_is_told_with_the_condition_that_does_not_hold(num_graphs: Count) -> None:
     model, compiled = compiled_with(gpt())
     run(model, compiled)
     run(model, compiled, TOKENS[:, :4])
-    (event,) = told_of(compiled, Recompiled)
-    assert (event.function, event.reason) == ("forward", "tensor 'x' size mismatch at index 1. expected 8, actual 4")
-    assert told_of(compiled, Recompiled) == []
+    (event,) = notices(compiled.news(), "recompiled")
+    reason = "tensor 'x' size mismatch at index 1. expected 8, actual 4"
+    assert (event["function"], event["reason"]) == ("forward", reason)
+    assert event["text"] == f"forward was compiled again in {event['seconds']} s: {reason}"
+    assert notices(compiled.news(), "recompiled") == []
     run(model, compiled)
-    assert told_of(compiled, Recompiled) == []
+    assert notices(compiled.news(), "recompiled") == []
 
 
 class Breaking(nn.Module):
@@ -228,12 +226,12 @@ def test_a_graph_break_is_told_once_with_its_place(num_graphs: Count) -> None:
         with compiled.running(is_full=True):
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert num_graphs() == 2
-    (event,) = told_of(compiled, GraphBreak)
+    (event,) = notices(compiled.news(), "graph_break")
     line = Breaking.forward.__code__.co_firstlineno + 2
-    assert event.place == f"{__file__}:{line}"
-    assert "graph_break" in event.reason
-    assert "\n" not in event.reason
-    assert told_of(compiled, GraphBreak) == []
+    assert event["place"] == f"{__file__}:{line}"
+    assert "graph_break" in event["reason"]
+    assert "\n" not in event["text"]
+    assert notices(compiled.news(), "graph_break") == []
 
 
 def no_compiler(forward: Callable[..., Any]) -> Any:

@@ -22,7 +22,6 @@ from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Commands, Silence, _proof
 from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
-from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.orchestration.supervisor import Abort, Dump, Lose, Record, Release
 from steadfast.orchestration.trainer import Fit, HeadDied, RayDied
 from steadfast.plan import End
@@ -31,7 +30,7 @@ from steadfast.run.directory import STEPS, Request, RunDirectory
 from steadfast.run.owner import Ownership, read_owner
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
-from tests.support.events import attempt_started, event_lines
+from tests.support.events import attempt_started, event_lines, notices
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +102,9 @@ async def find_b_wrong(worlds: Worlds, first: str) -> list[bool]:
     return [await worlds.subject.failed(name, report) for name in (first, *sorted(set("abc") - {first}))]
 
 
-@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
 @pytest.mark.parametrize("first", ["a", "b", "c"])
 def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells_it_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, kind: type[Coordinator]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     killed: list[Any] = []
     monkeypatch.setattr("ray.kill", killed.append)
@@ -117,11 +115,10 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
         assert await find_b_wrong(worlds, first) == [False] * 3
         assert await worlds.subject.corrupted_nodes() == ["node of b"]
         assert await worlds.subject.join(Member("b", None, "b")) is Leave.RELEASED
-        if kind is Coordinator:
-            await worlds.form()  # of those who are left
-            assert worlds.subject.membership.world in (("a", "c"), ("c", "a"))
+        await worlds.form()  # of those who are left
+        assert worlds.subject.membership.world in (("a", "c"), ("c", "a"))
 
-    worlds = play(tmp_path, story, kind=kind)
+    worlds = play(tmp_path, story)
     assert killed == ["the actor of b"]
     assert worlds.told() == [("corruption", "b", False)]
     (failure,) = worlds.directory.events(events.Failure)
@@ -188,7 +185,6 @@ def play(
     story: Callable[[Worlds], Awaitable[None]],
     silence_s: float = SHORT_S,
     max_failures: int = 10,
-    kind: type[Coordinator] = Coordinator,
 ) -> Worlds:
     """Return what has become of three workers after `story`."""
 
@@ -197,7 +193,7 @@ def play(
         directory.check_writable()
         recovery = RecoveryConfig(silence_s=silence_s, hang_limit_s=silence_s, max_failures=max_failures)
         membership = Membership.of(ScalingConfig(num_workers=(1, 3)), 3)
-        subject = kind(recovery, membership, directory, Ownership.claim(directory.store))
+        subject = Coordinator(recovery, membership, directory, Ownership.claim(directory.store))
         worlds = Worlds(subject, directory)
         await story(worlds)
         await subject.close()
@@ -263,10 +259,9 @@ EXPLAINED = {
 }
 
 
-@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
 @pytest.mark.parametrize(("what", "failures"), EXPLAINED.items(), ids=[what.__name__ for what in EXPLAINED])
 def test_survivors_are_not_charged_for_what_has_ended_their_world_and_do_not_wait(
-    tmp_path: Path, what: Callable[[Worlds], Awaitable[None]], failures: list[Any], kind: type[Coordinator]
+    tmp_path: Path, what: Callable[[Worlds], Awaitable[None]], failures: list[Any]
 ) -> None:
     ranks: tuple[str, ...] = ()
 
@@ -276,7 +271,7 @@ def test_survivors_are_not_charged_for_what_has_ended_their_world_and_do_not_wai
         ranks = worlds.subject.membership.world
         await what(worlds)
 
-    worlds = play(tmp_path, story, silence_s=LONG_S, kind=kind)
+    worlds = play(tmp_path, story, silence_s=LONG_S)
     assert worlds.told() == failures
     assert not worlds.subject.over
     for event in worlds.directory.events(events.Failure):
@@ -284,17 +279,14 @@ def test_survivors_are_not_charged_for_what_has_ended_their_world_and_do_not_wai
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
-def test_two_worlds_without_a_step_end_the_run_with_the_error_and_what_to_do(
-    tmp_path: Path, kind: type[Coordinator]
-) -> None:
+def test_two_worlds_without_a_step_end_the_run_with_the_error_and_what_to_do(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
         for is_over in (False, True):
             await worlds.form()
             assert await worlds.fail("a", "b", "c") == [is_over] * 3
         assert await worlds.subject.join(Member("a", None, "a")) is Leave.RUN_ENDED
 
-    worlds = play(tmp_path, story, kind=kind)
+    worlds = play(tmp_path, story)
     charged = ("communication", "one of them", False)
     assert worlds.told() == [charged, charged, ("communication", None, True)]
     first, _, fatal = worlds.directory.events(events.Failure)
@@ -514,7 +506,7 @@ def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
     async def story(worlds: Worlds) -> None:
         await worlds.form()
         subject = worlds.subject
-        subject._carry_out([Record(events.Silent(member="a", seconds=1.0, answers=True, ends_s=5.0)), Dump(1)])
+        subject._carry_out([Record(events.Notice(event="silent", text="no heartbeat")), Dump(1)])
         assert subject.heartbeats.commands == Commands(dump=1)
         subject._carry_out([Release(("c",))])
         assert subject.heartbeats.commands == Commands(dump=1, leave=1)
@@ -526,7 +518,7 @@ def test_each_decision_of_the_supervisor_is_carried_out(tmp_path: Path) -> None:
 
     worlds = play(tmp_path, story)
     assert worlds.told() == [("hang", "b", False)]
-    assert len(worlds.directory.events(events.Silent)) == 1
+    assert len(notices(worlds.directory.all_events(), "silent")) == 1
 
 
 def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
@@ -536,8 +528,8 @@ def test_a_silent_worker_is_reported_with_its_attempt(tmp_path: Path) -> None:
             silence = Silence(seconds, answers=True, nobody_heard=False, stretch=1.0)
             assert worlds.subject._patience("a", silence) == SHORT_S
 
-    (silent,) = play(tmp_path, story).directory.events(events.Silent)
-    assert (silent.attempt, silent.member) == (1, "a")
+    (silent,) = notices(play(tmp_path, story).directory.all_events(), "silent")
+    assert (silent["attempt"], silent["member"]) == (1, "a")
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -29,20 +29,27 @@ def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
     directory.check_shared()
 
 
-def test_a_configuration_with_former_names_of_keys_is_read(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("run: {exact: true}\nrecovery: {stall_s: 7}\naudit: {recompute: 5 steps}\n")
+def test_stored_configuration_with_renamed_and_removed_keys_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "run: {exact: true}\nrecovery: {stall_s: 7, mode: auto}\naudit: {recompute: 5 steps}\n"
+        "profile: {shapes: false}\n"
+    )
     config = RunDirectory(LocalStore(tmp_path)).stored_config()
     assert config is not None
     assert config.recovery.hang_limit_s == 7
     assert str(config.recompute.every) == "5 steps"
 
 
-def test_a_configuration_with_keys_that_are_gone_is_read_if_they_have_the_value_of_every_run(tmp_path: Path) -> None:
-    written = "run: {seed: 7}\ndata: {prefetch_factor: 2}\ntrackers: [{kind: wandb, tags: [], mode: auto}]\n"
+def test_stored_configuration_with_another_value_of_a_removed_key_that_changes_results_is_refused(
+    tmp_path: Path,
+) -> None:
+    written = "run: {seed: 7}\ndata: {prefetch_factor: 3}\ntrackers: [{kind: wandb, tags: [], mode: auto}]\n"
     (tmp_path / "config.yaml").write_text(written + "schedule: {kind: one_cycle, rising_fraction: 0.3}\n")
     config = RunDirectory(LocalStore(tmp_path)).stored_config()
     assert config is not None
     assert config.run.seed == 7
     (tmp_path / "config.yaml").write_text(written + "schedule: {kind: one_cycle, rising_fraction: 0.4}\n")
-    with pytest.raises(ConfigError, match=r"4: schedule.rising_fraction: unknown key; the key is gone, .* always 0.3"):
+    with pytest.raises(
+        ConfigError, match=r"4: schedule.rising_fraction: unknown key; the key was removed, .* always 0.3"
+    ):
         RunDirectory(LocalStore(tmp_path)).stored_config()

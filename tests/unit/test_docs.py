@@ -232,7 +232,8 @@ def test_a_wrong_command_is_found(line: str) -> None:
 
 def test_names_that_the_architecture_names_are_in_the_code() -> None:
     words: set[str] = set()
-    for path in [*(ROOT / "app").rglob("*.py"), ROOT / "tests/support/drill.py"]:
+    doubles = [ROOT / "tests/support" / name for name in ("drill.py", "memory_store.py")]
+    for path in [*(ROOT / "app").rglob("*.py"), *doubles]:
         words.update(re.findall(r"\w+", path.read_text()))
     # `Coordinator._lost`, `build_optimizer`, `World.shard`: identifiers, maybe with dots and with arguments.
     named = [each for each in quoted("docs/architecture.md") if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", each)]

@@ -32,7 +32,7 @@ def read(recorder: FlightRecorder) -> str:
 
 
 def test_the_collectives_of_gloo_are_read_once() -> None:
-    recorder = FlightRecorder(2000, "cpu")
+    recorder = FlightRecorder("cpu")
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     group.allreduce([torch.ones(4321)]).wait()
     record = pickle.loads(unpack(read(recorder)))
@@ -44,12 +44,10 @@ def test_the_collectives_of_gloo_are_read_once() -> None:
 def test_the_size_is_told_to_torch_unless_the_environment_has_one(
     environment: pytest.MonkeyPatch,
 ) -> None:
-    for size in (0, 300):
-        recorder = FlightRecorder(size, "cpu")
-        assert os.environ.pop("TORCH_FR_BUFFER_SIZE") == str(size)
-        assert size or read(recorder) == ""  # a size of zero reads nothing
+    FlightRecorder("cpu")
+    assert os.environ.pop("TORCH_FR_BUFFER_SIZE") == "2000"
     environment.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "50")
-    FlightRecorder(300, "cpu")
+    FlightRecorder("cpu")
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
 
 
@@ -61,14 +59,14 @@ def test_on_a_gpu_it_is_the_record_of_nccl(monkeypatch: pytest.MonkeyPatch) -> N
         return b"of nccl"
 
     monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace", dump, raising=False)
-    assert unpack(read(FlightRecorder(2000, "cuda"))) == b"of nccl"
+    assert unpack(read(FlightRecorder("cuda"))) == b"of nccl"
     assert asked == [{"includeStackTraces": False, "onlyActive": False}]
 
 
 def test_of_a_record_that_is_too_long_what_is_under_way_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     records = {False: os.urandom(2**19), True: b"active"}
     monkeypatch.setattr(flight_recorder, "_recorded", lambda device, only_active: records[only_active])
-    assert unpack(read(FlightRecorder(2000, "cpu"))) == b"active"
+    assert unpack(read(FlightRecorder("cpu"))) == b"active"
 
 
 def test_a_device_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +79,7 @@ def test_a_device_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monke
         return b"late"
 
     monkeypatch.setattr(flight_recorder, "_recorded", recorded)
-    recorder = FlightRecorder(2000, "cuda")
+    recorder = FlightRecorder("cuda")
     began_s = time.monotonic()
     recorder.read()
     recorder.read()  # again, while nothing has come

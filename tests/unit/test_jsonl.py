@@ -6,7 +6,7 @@ import pytest
 
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream, SegmentStream, last_lines, read_lines
-from steadfast.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 
 class Disk:

@@ -194,7 +194,7 @@ def test_a_kill_that_no_coordinator_reads_is_withdrawn(
 @pytest.mark.parametrize(
     ("launcher", "summary", "said"),
     [
-        ("torchrun", None, "Under torchrun and with recovery.mode=restart, kill the process of a worker"),
+        ("torchrun", None, "Under torchrun, kill the process of a worker"),
         ("ray", {"status": "finished", "step": 100, "metrics": {}}, "is not running, so there is no worker to kill"),
     ],
 )

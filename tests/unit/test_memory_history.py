@@ -10,9 +10,9 @@ import torch
 from steadfast.config import ProfileConfig
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
-from steadfast.storage.memory import MemoryStore
 from steadfast.telemetry.memory_history import record_memory_history, write_memory_history
 from steadfast.world.runtime import World
+from tests.support.memory_store import MemoryStore
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 REMEMBER = ProfileConfig(memory_history=1000)
@@ -42,11 +42,11 @@ def test_the_last_allocations_are_remembered_where_it_is_asked_for(recorded: lis
 
 @pytest.mark.usefixtures("recorded")
 def test_a_gpu_that_is_out_of_memory_leaves_its_allocations_and_says_how_to_see_them(tmp_path: Path) -> None:
-    told = write_memory_history(REMEMBER, RunDirectory(LocalStore(tmp_path)), world(), CUDA, OUT)
-    assert (told.rank, told.attempt) == (3, 2)
-    assert Path(told.path) == tmp_path / "profile" / "memory-attempt-2-rank-3.pickle"
-    assert Path(told.path).read_text() == "allocations"
-    assert told.line().endswith(f"are in {told.path}: open it on pytorch.org/memory_viz")
+    told = write_memory_history(REMEMBER, RunDirectory(LocalStore(tmp_path)), world(), CUDA, OUT).to_line()
+    assert (told["event"], told["rank"], told["attempt"]) == ("memory_history", 3, 2)
+    assert Path(told["path"]) == tmp_path / "profile" / "memory-attempt-2-rank-3.pickle"
+    assert Path(told["path"]).read_text() == "allocations"
+    assert told["text"].endswith(f"are in {told['path']}: open it on pytorch.org/memory_viz")
     bucket = MemoryStore()
     assert write_memory_history(REMEMBER, RunDirectory(bucket), world(), CUDA, OUT)
     assert bucket.read("profile/memory-attempt-2-rank-3.pickle") == b"allocations"

@@ -30,8 +30,8 @@ from steadfast.run.events import Failure
 from steadfast.run.owner import Owner, Ownership, read_key, read_owner
 from steadfast.storage import LocalStore
 from steadfast.storage.documents import write_json
-from steadfast.storage.memory import MemoryStore
 from steadfast.world.runtime import World
+from tests.support.memory_store import MemoryStore
 from tests.support.stores import claim_in_pairs
 
 COUNT = 100

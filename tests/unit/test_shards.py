@@ -13,8 +13,8 @@ import torch
 from steadfast.checkpoint.shards import Shard, StagingBuffer, load_shards, shards_of, shards_to_write, whole_tensors
 from steadfast.errors import StorageError
 from steadfast.storage import Read
-from steadfast.storage.memory import MemoryStore
 from steadfast.world.runtime import World
+from tests.support.memory_store import MemoryStore
 
 State = dict[str, Any]  # of tensors, and of more of the same
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from ray.exceptions import GetTimeoutError
 from ray.train import CheckpointConfig, Result
+from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.context import StorageContext
 from ray.train.v2._internal.execution.controller import controller
@@ -28,7 +29,7 @@ from steadfast.orchestration.internals.slots import (
     report,
 )
 from steadfast.orchestration.policies import Quarantine
-from steadfast.orchestration.trainer import LeanTrainer, SlotTrainer
+from steadfast.orchestration.trainer import SlotTrainer
 
 
 class Group(SlotWorkerGroup):
@@ -118,7 +119,7 @@ def test_controller_of_slots_uses_that_register(monkeypatch: pytest.MonkeyPatch)
 def test_trainer_of_slots_keeps_no_object_in_rays_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's client would end the command when the store is gone, see `InlineFunction`."""
     given: list[Any] = []
-    monkeypatch.setattr(LeanTrainer, "_initialize_and_run_controller", lambda self, **named: given.append(named))
+    monkeypatch.setattr(TorchTrainer, "_initialize_and_run_controller", lambda self, **named: given.append(named))
     stored = SimpleNamespace(_ref="of the store", get=lambda: abs)
     trainer = SlotTrainer.__new__(SlotTrainer)
     trainer._initialize_and_run_controller(train_fn_ref=stored, callbacks=[])

@@ -122,4 +122,4 @@ def test_copies_take_half_of_the_free_memory_of_any_node_and_no_more(
     found = _refusal(places, writers, backups)
     assert (found is not None) is refused
     if found:
-        assert "GiB of a node's memory, of which" in found.error
+        assert "GiB of a node's memory, of which" in found.line()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from steadfast.storage import LocalStore
-from steadfast.storage.memory import MemoryStore
 from steadfast.telemetry.spool import Spool
+from tests.support.memory_store import MemoryStore
 
 
 def uploads(store: MemoryStore) -> Counter[str]:

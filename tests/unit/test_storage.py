@@ -11,7 +11,7 @@ import pytest
 
 from steadfast.storage import LocalStore, Store, open_store
 from steadfast.storage.arrow import ArrowStore
-from steadfast.storage.memory import MemoryStore
+from tests.support.memory_store import MemoryStore
 from tests.support.stores import StoreContract
 
 

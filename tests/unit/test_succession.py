@@ -17,7 +17,6 @@ from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.messages import FailureReport, Leave, Member, WorldAssignment
-from steadfast.orchestration.restart import RestartCoordinator
 from steadfast.run.directory import STEPS, RunDirectory
 from steadfast.run.events import AttemptEnded, AttemptStarted, Checkpoint, Failure, Notice, RunStarted, Scale
 from steadfast.run.owner import Ownership
@@ -42,7 +41,6 @@ class Line:
 
     directory: RunDirectory
     ownership: Ownership
-    kind: type[Coordinator]
     places: dict[str, WorldAssignment] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,7 +51,7 @@ class Line:
         at_the_start = Ownership(self.ownership._store, self.ownership._owner)
         recovery = RecoveryConfig(silence_s=SILENCE_S, max_failures=2)
         membership = Membership.of(ScalingConfig(num_workers=(1, 3)), 3)
-        return self.kind(recovery, membership, self.directory, at_the_start)
+        return Coordinator(recovery, membership, self.directory, at_the_start)
 
     async def die(self) -> None:
         """Have the coordinator's process killed, and another one started."""
@@ -89,11 +87,11 @@ def member(name: str) -> Member:
     return Member(name, None, "node", store=(f"host of {name}", 1))
 
 
-def play(folder: Path, story: Callable[[Line], Awaitable[None]], kind: type[Coordinator] = Coordinator) -> Line:
+def play(folder: Path, story: Callable[[Line], Awaitable[None]]) -> Line:
     async def tell() -> Line:
         directory = RunDirectory(LocalStore(folder))
         directory.check_writable()
-        line = Line(directory, Ownership.claim(directory.store), kind)
+        line = Line(directory, Ownership.claim(directory.store))
         directory.record(RunStarted(launcher="ray"))
         await story(line)
         await line.die()
@@ -110,8 +108,7 @@ async def soon(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("kind", [Coordinator, RestartCoordinator])
-def test_workers_that_come_back_go_on_in_their_world_untold(tmp_path: Path, kind: type[Coordinator]) -> None:
+def test_workers_that_come_back_go_on_in_their_world_untold(tmp_path: Path) -> None:
     async def story(line: Line) -> None:
         await line.form("c", "b", "a")
         await line.die()
@@ -125,7 +122,7 @@ def test_workers_that_come_back_go_on_in_their_world_untold(tmp_path: Path, kind
         line.subject.lose("b", "connection closed")
         assert line.subject.heartbeats.commands.aborted == 1
 
-    line = play(tmp_path, story, kind)
+    line = play(tmp_path, story)
     assert [told["follows"] for told in line.told("process_restarted")] == [
         "another one has taken its place, and 3 of 3 workers go on"
     ]

@@ -10,6 +10,7 @@ from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.heartbeat import Silence
 from steadfast.orchestration.supervisor import Abort, Dump, Lose, Record, Release, Supervisor
 from steadfast.run import events
+from tests.support.events import notices
 from tests.support.supervised import Supervised
 
 STALL_S = 60.0
@@ -58,8 +59,9 @@ class World(Supervised):
                     found.append(("hang", hang.ranks, hang.guess, hang.ends_s))
                 case Record(events.HangOver() as over):
                     found.append(("over", over.ranks, round(over.seconds)))
-                case Record(events.Silent() as silent):
-                    found.append(("silent", silent.member, silent.answers, silent.ends_s))
+                case Record(events.Notice() as silent):
+                    line = silent.to_line()
+                    found.append((line["event"], line["member"], line["answers"], line["ends_s"]))
                 case Abort():
                     found.append(("abort",))
                 case Lose(member, _, kind):
@@ -81,9 +83,10 @@ def test_a_silent_worker_is_named_by_its_rank() -> None:
     world = World()
     world.live(1, WAITS, IN_FORWARD)
     world.stay_silent("b", Silence(5.1, answers=True, nobody_heard=False, stretch=1.0))
-    (silent,) = [event for event in world.events if isinstance(event, events.Silent)]
-    assert (silent.rank, silent.member) == (1, "b")
-    assert silent.line().startswith("no heartbeat from rank 1 for 5.1 s: its machine answers, its process does not")
+    (silent,) = notices(world.events, "silent")
+    assert (silent["rank"], silent["member"]) == (1, "b")
+    text = "no heartbeat from rank 1 for 5.1 s: its machine answers, its process does not; the worker is declared dead"
+    assert silent["text"].startswith(text)
 
 
 def train(world: World, seconds: int, slow: str = "") -> None:

@@ -89,7 +89,11 @@ def test_a_failure_names_the_rank_unless_all_ranks_raise_it(tmp_path: Path, erro
         ([], 3, []),
         (["scaling.num_workers=2"], 2, []),
         (["scaling.num_workers=2"], 1, ["scaling.num_workers (torchrun starts the workers, here 1)"]),
-        (["cluster.address=local", "recovery={mode: slots, silence_s: 9}"], 1, ["cluster.address", "recovery.mode"]),
+        (
+            ["cluster.address=local", "recovery={hang_limit_s: 9, silence_s: 9}"],
+            1,
+            ["cluster.address", "recovery.hang_limit_s"],
+        ),
         (["scaling={spares: 1, cpus_per_worker: 2}"], 2, ["scaling.spares", "scaling.cpus_per_worker"]),
         (["scaling.cpus_per_worker=2", "run.exact=true"], 2, []),
         (["run.exact=true", "recompute.every=5 steps"], 1, ["recompute.every (it needs a second worker)"]),

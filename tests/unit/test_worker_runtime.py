@@ -52,6 +52,7 @@ class Runtime:
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     trained: list[str] = []
+    monkeypatch.setattr(worker_runtime, "RayRuntime", Runtime)
     monkeypatch.chdir(os.getcwd())  # put back after the test: the loop goes elsewhere
     monkeypatch.setattr("steadfast.worker.work", lambda *_: trained.append(os.getcwd()))
     return trained
@@ -69,7 +70,7 @@ def test_a_working_directory_that_a_dying_node_has_deleted_is_not_asked_for(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    worker_runtime.train_loop(Runtime, spec(tmp_path))  # type: ignore[arg-type]
+    worker_runtime.train_loop(spec(tmp_path))
     assert trained == [str(tmp_path)]
     assert Runtime.told == []
 
@@ -78,7 +79,7 @@ def test_what_a_worker_raises_before_it_trains_is_told_and_ends_it_alone(trained
     def refuse() -> None:
         raise OSError("the disk is gone")
 
-    worker_runtime.train_loop(Runtime, spec(tmp_path, refuse))  # type: ignore[arg-type]
+    worker_runtime.train_loop(spec(tmp_path, refuse))
     assert [str(error) for error in Runtime.told] == ["the disk is gone"]
     assert trained == []
 

@@ -11,7 +11,8 @@ import torch
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.shards import FileLayout, Shard
 from steadfast.checkpoint.writer import PendingWrite, Writer
-from steadfast.run.events import Checkpoint, CheckpointFailed, Event
+from steadfast.run.events import Checkpoint, Event
+from steadfast.units import size
 
 LONG_S = 10.0
 
@@ -142,11 +143,14 @@ def test_what_storage_refuses_is_tried_again_and_told_once_a_minute(monkeypatch:
     storage.go.release(4)
     put(writer, storage, 1)
     assert writer.wait(nothing, LONG_S)
-    told = writer.news()
-    assert [each.name for each in told] == ["checkpoint_failed", "checkpoint"]
-    assert isinstance(told[0], CheckpointFailed)
-    assert (told[0].step, told[0].error) == (1, "No space left on device")
-    assert told[0].needed_bytes > 12
+    failed, committed = (each.to_line() for each in writer.news())
+    assert (failed["event"], committed["event"]) == ("checkpoint_failed", "checkpoint")
+    assert (failed["step"], failed["error"]) == (1, "No space left on device")
+    assert failed["needed_bytes"] > 12
+    assert failed["text"] == (
+        "checkpoint at step 1 is not written; training continues, and a retry or the next checkpoint follows: "
+        f"No space left on device ({size(failed['needed_bytes'])} are needed)"
+    )
     assert writer.refused == ""
 
 

@@ -13,7 +13,7 @@ from steadfast.balance.stopwatch import Stopwatch
 from steadfast.data import Fetched
 from steadfast.errors import UsageError
 from steadfast.plan import Plan, fastest_shares
-from steadfast.run import events
+from steadfast.run.events import Notice
 from steadfast.world.control import Rider, gather_objects
 from steadfast.world.runtime import Runtime, World, publish_once
 
@@ -78,9 +78,12 @@ class SpeedBalance(Balance):
         self._changed_from = self._plan.first_unread(step, self._num_ahead)
         self._plan.change(self._changed_from, reshare.shares)
         microbatch_ms = tuple(round(1e3 * seconds, 3) for seconds in reshare.microbatch_s)
-        change = events.Shares(
-            step=self._changed_from, before=shares, after=reshare.shares, microbatch_ms=microbatch_ms
-        )
+        slower = max(reshare.microbatch_s) / min(reshare.microbatch_s)
+        reason = "all ranks are equally fast"
+        if slower >= 1.05:
+            rank = microbatch_ms.index(max(microbatch_ms))
+            reason = f"rank {rank} is {slower:.1f}x slower than the fastest rank"
+        change = _change(self._changed_from, shares, reshare.shares, reason, microbatch_ms=microbatch_ms)
         publish_once(change, self._runtime, self._world)
 
 
@@ -105,7 +108,9 @@ def build_balance(
     if world.replicate == 1:
         # A forward is a collective of all ranks, so shares must be even. The event tells the user, but this is no
         # error.
-        publish_once(events.Shares(step=1, before=even, after=even, parallel=strategy), runtime, world)
+        text = f"shares stay {even} microbatches: under {strategy} every worker runs the same number of microbatches"
+        notice = Notice(event="shares", text=text, step=1, before=even, after=even, parallel=strategy)
+        publish_once(notice, runtime, world)
         return Balance()
     if isinstance(wanted, str):
         return SpeedBalance(plan, num_ahead, world, runtime)
@@ -118,8 +123,28 @@ def build_balance(
     shares = fastest_shares(of_replicas, sum(even), world.shard_size)
     # No step of this attempt has been read yet, so the change may begin with the first step of the run.
     plan.change(1, shares)
-    publish_once(events.Shares(step=1, before=even, after=shares, weights=tuple(weights)), runtime, world)
+    reason = f"batch.balance gives weights {', '.join(f'{weight:g}' for weight in weights)}"
+    publish_once(_change(1, even, shares, reason, weights=tuple(weights)), runtime, world)
     return Balance()
+
+
+def _change(
+    step: int,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    reason: str,
+    microbatch_ms: tuple[float, ...] | None = None,
+    weights: tuple[float, ...] | None = None,
+) -> Notice:
+    return Notice(
+        event="shares",
+        text=f"shares {before} -> {after} microbatches from step {step}: {reason}",
+        step=step,
+        before=before,
+        after=after,
+        microbatch_ms=microbatch_ms,
+        weights=weights,
+    )
 
 
 def _labels(world: World, device: torch.device) -> list[tuple[str, ...]]:

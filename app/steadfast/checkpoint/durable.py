@@ -24,7 +24,7 @@ from steadfast.checkpoint.shards import (
     with_header,
 )
 from steadfast.checkpoint.state import State
-from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer
+from steadfast.checkpoint.writer import Dropped, PendingWrite, Superseded, Writer, checkpoint_failed
 from steadfast.data.fingerprint import is_same_data
 from steadfast.errors import StorageError
 from steadfast.parallel import Parallel
@@ -75,7 +75,6 @@ class Checkpoints:
         self._writer = writer  # belongs to the process, and knows earlier attempts
         # Under DDP every rank holds the whole state, and the leader writes it alone, without waiting for other ranks.
         self.replicated = parallel.survivors_hold_all
-        self._writes = parallel.writes(world)
         self.compares = world.replicate > 1
         self._kind = kind_of(world.groups.device) if self.compares else ""
         self._command = self._owning_command() if world.leader else ""
@@ -228,7 +227,7 @@ class Checkpoints:
         if not self.replicated and any_rank(self._writer.busy, self.world.groups.control):
             return
         self._newest, self._measured = step, set(metrics)
-        if self._writes:
+        if self.world.in_first_replica:
             self.stage(step, state, metrics)
         elif self.compares:
             digests = list(self._digests(state).values())
@@ -271,7 +270,7 @@ class Checkpoints:
 
         A checkpoint first copies the state into this memory. Allocating the memory takes longer than the copy.
         """
-        if self._writes:
+        if self.world.in_first_replica:
             self._writer.reserve(shards_to_write(state, self.world))
 
     def news(self) -> list[events.Event]:
@@ -406,7 +405,7 @@ class Checkpoints:
             if self.replicated:
                 raise OSError(why) from error
             # A retry is impossible, because the other ranks have released their copies.
-            return events.CheckpointFailed(step=pending.step, error=why, needed_bytes=0)
+            return checkpoint_failed(pending.step, why)
         except OSError as error:
             not_deleted = str(error)  # the next checkpoint tries again to delete it
         except Dropped:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from steadfast.errors import StorageError
+from steadfast.storage.jsonl import is_count
 
 VERSION = 2
 
@@ -86,17 +87,13 @@ def _checked(manifest: Manifest) -> Manifest:
     # The digest does not protect from forgery: a program that can write a manifest can also sign one.
     for name, digest in manifest.files.items():
         # The name must be that of a file in this folder: a reader of the checkpoint must not be led out of it.
-        if not re.fullmatch(r"\w[\w.-]*", name) or not isinstance(digest.sha256, str) or not _is_count(digest.bytes):
+        if not re.fullmatch(r"\w[\w.-]*", name) or not isinstance(digest.sha256, str) or not is_count(digest.bytes):
             raise ValueError(name)
     numbers = (manifest.step, manifest.attempt, manifest.world_size, *manifest.skipped)
-    are_numbers = all(map(_is_count, numbers)) and isinstance(manifest.time_s, int | float)
+    are_numbers = all(map(is_count, numbers)) and isinstance(manifest.time_s, int | float)
     if not (are_numbers and isinstance(manifest.metrics, dict)):
         raise ValueError("not the contents of a manifest")
     return manifest
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
 
 
 def _digest(content: dict[str, Any]) -> str:

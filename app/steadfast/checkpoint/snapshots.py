@@ -41,7 +41,7 @@ from steadfast.checkpoint.shards import (
 )
 from steadfast.checkpoint.state import HeldShards, State
 from steadfast.parallel import Parallel
-from steadfast.run import events
+from steadfast.run.events import Notice, Snapshot
 from steadfast.storage import Read
 from steadfast.units import size
 from steadfast.world.control import any_rank, gather_numbers, gather_objects
@@ -146,7 +146,7 @@ class Snapshots:
     def __init__(
         self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State, data: str = ""
     ) -> None:
-        self.refused: events.NoSnapshots | None = None  # why no copies are made, if memory is insufficient
+        self.refused: Notice | None = None  # why no copies are made, if memory is insufficient
         self.damaged: dict[int, str] = {}  # step -> why `find` has rejected its snapshot
         self._world = world
         self._memory = memory  # belongs to the process; None if copies are not wanted
@@ -221,7 +221,7 @@ class Snapshots:
     def done(self) -> None:
         self._requested = False
 
-    def take(self, step: int, state: State) -> events.Snapshot | events.NoSnapshots | None:
+    def take(self, step: int, state: State) -> Snapshot | Notice | None:
         """Copy this rank's part of the state, to another node if needed.
 
         Nothing happens while the last copy is in progress. A collective if the state is sharded.
@@ -235,7 +235,7 @@ class Snapshots:
             return None
         snapshot = SnapshotId(step, self._world.attempt, self._world.replica_size)
         self._lost = False
-        told: events.Snapshot | events.NoSnapshots | None = None
+        told: Snapshot | Notice | None = None
         # The last whole copy stays until this one is whole on all ranks: a world that ends meanwhile needs it.
         kept = [snapshot]
         if self._whole is not None:
@@ -245,7 +245,7 @@ class Snapshots:
         except OSError as error:
             # The other ranks wait for this rank in the transfer, so it goes on without keeping its part.
             self._lost = True
-            told = events.NoSnapshots(error=str(error))
+            told = _no_snapshots(str(error))
         self._copy = copy = _Copy(snapshot)
         num_bytes = 0
         once_s = 0.0  # what later copies do not cost: memory that is new has to be mapped and pinned
@@ -259,7 +259,7 @@ class Snapshots:
                 copy.own = self._memory.take(num_bytes)
             except OSError as error:
                 copy.own = self._unkept(num_bytes)
-                told = events.NoSnapshots(error=str(error))
+                told = _no_snapshots(str(error))
             once_s = time.monotonic() - taking_s
             layout.fill(copy.own.bytes)
             copy.own_files = ((self._world.part, 0, num_bytes),)
@@ -269,9 +269,9 @@ class Snapshots:
         # The interval follows from the measured stall, so that copies take the same share of the time for any model.
         stall_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + (stall_s - once_s) / _TIME_SHARE
-        return told or events.Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
+        return told or Snapshot(step=step, stall_s=round(stall_s, 4), bytes=num_bytes)
 
-    def hand_over(self, outcome: Outcome, state: State) -> events.Snapshot | events.NoSnapshots | None:
+    def hand_over(self, outcome: Outcome, state: State) -> Snapshot | Notice | None:
         """Copy a sharded state for a following world, and wait. A collective."""
         # The next world then need not read storage. Under DDP it finds the state in the survivors.
         if self._replicated or outcome.kind != "resized":
@@ -585,7 +585,7 @@ def stored_copies(memory: NodeMemory, origin: str, skip: frozenset[int]) -> dict
     return found
 
 
-def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence[int]) -> events.NoSnapshots | None:
+def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence[int]) -> Notice | None:
     """Return which node lacks memory for its copies, None if none.
 
     Copies from other nodes count too.
@@ -610,8 +610,13 @@ def _refusal(places: Sequence[_Place], writers: Sequence[int], backups: Sequence
         there_bytes += max(place.held_bytes for place in places_by_node[node])
         if needed_bytes > _MEMORY_SHARE * there_bytes:
             error = f"copies of the state need {size(needed_bytes)} of a node's memory"
-            return events.NoSnapshots(error=f"{error}, of which {size(there_bytes)} are free")
+            return _no_snapshots(f"{error}, of which {size(there_bytes)} are free")
     return None
+
+
+def _no_snapshots(error: str) -> Notice:
+    cost = "the death of all workers costs the steps since the last checkpoint"
+    return Notice(event="no_snapshots", text=f"no snapshots in node memory: {error}; {cost}", error=error)
 
 
 def backup_ranks(nodes: Sequence[str]) -> list[int]:

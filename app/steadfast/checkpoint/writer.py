@@ -12,12 +12,26 @@ from typing import Protocol
 from steadfast.backoff import delays
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.shards import FileLayout, Shard, StagingBuffer
-from steadfast.run.events import CheckpointFailed, Event
+from steadfast.run.events import Event, Notice
 from steadfast.storage import Bytes
+from steadfast.units import size
 
 _TELL_EVERY_S = 60.0
 _FIRST_DELAY_S = 1.0  # between two tries
 _LONGEST_DELAY_S = 30.0
+
+
+def checkpoint_failed(step: int, error: str, needed_bytes: int = 0) -> Notice:
+    """Return the event that storage has refused a checkpoint.
+
+    Args:
+        needed_bytes: bytes that the checkpoint needs, 0 if unknown.
+    """
+    text = f"checkpoint at step {step} is not written; training continues, and a retry or the next checkpoint"
+    text += f" follows: {error}"
+    if needed_bytes:
+        text += f" ({size(needed_bytes)} are needed)"
+    return Notice(event="checkpoint_failed", text=text, step=step, error=error, needed_bytes=needed_bytes)
 
 
 class Dropped(Exception):
@@ -200,7 +214,7 @@ class Writer:
                 if not isinstance(error, Superseded) and time.monotonic() - self._told_s >= _TELL_EVERY_S:
                     self._told_s = time.monotonic()
                     needed = pending.buffer.num_bytes
-                    self._news.append(CheckpointFailed(step=pending.step, error=self.refused, needed_bytes=needed))
+                    self._news.append(checkpoint_failed(pending.step, self.refused, needed))
             except BaseException as error:
                 # No code joins this thread, so the training thread raises the error, by `news` or `wait`.
                 self._error = error

@@ -52,8 +52,8 @@ def run(options: Namespace) -> int:
     # The request is withdrawn, because the user is about to see an error: it must not take effect later.
     directory.pop_request()
     raise RunConflict(
-        f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun and with recovery.mode=restart, stop "
-        "the run and start it again with another scaling.num_workers"
+        f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun, stop the run and start it "
+        "again with another scaling.num_workers"
     )
 
 

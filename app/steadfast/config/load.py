@@ -26,26 +26,34 @@ UNION_MEMBERS = ("literal['auto']", "bool", "constrained-int", *BALANCES, *ORDER
 # Former names of keys. A file that a user gives is refused with the new name; the configuration in a run directory is
 # read.
 _RENAMED = {"recovery.stall_s": "recovery.hang_limit_s", "audit.recompute": "recompute.every"}
-# Keys that are gone, each with the value that every run has now. A file that a user gives is refused; the configuration
-# in a run directory is read if it has the same value.
-_GONE: dict[str, Any] = {
-    "data.prefetch_factor": 2,
+# Removed keys with the value that every run has now. A run directory with another value is refused, because the run
+# would go on with other results.
+_ALWAYS: dict[str, Any] = {
     "parallel.bucket_cap_mb": None,
     "precision.loss_scale": {"initial": 65536.0, "factor": 2.0, "window": 2000},
     "schedule.rising_fraction": 0.3,
     "schedule.start_divisor": 25.0,
     "schedule.end_divisor": 1e4,
-    "trackers.tags": [],
-    "trackers.mode": "auto",
+}
+# Removed keys. A file that a user gives is refused with what to do instead; in the configuration in a run directory
+# they are ignored.
+_OWN_PROFILER = "the key was removed. A hook of your own may run torch.profiler with any of its arguments"
+_REMOVED = {
+    "recovery.mode": "the key was removed, because surviving workers always keep running. Leave it out",
+    "profile.flight_recorder": "the key was removed. Set TORCH_FR_BUFFER_SIZE in cluster.env",
+    **{f"profile.{key}": _OWN_PROFILER for key in ("warmup", "repeat", "shapes", "stack", "memory", "flops")},
+    **{key: f"the key was removed, and its value is always {json.dumps(value)}" for key, value in _ALWAYS.items()},
+    "data.prefetch_factor": "the key was removed. Raise data.num_workers to read more samples ahead",
+    "trackers.tags": "the key was removed. Set WANDB_TAGS",
+    "trackers.mode": "the key was removed. Set WANDB_MODE",
 }
 # Keys of other trainers that this schema lacks. The nearest valid name would be misleading, so the error names the
 # equivalent instead.
 _OWN_ORDER = "data.order=sequential reads samples as the dataset has them, and a target there in an order of your own"
 _INSTEAD = {
-    **{gone: f"the key is gone, and its value is always {json.dumps(value)}" for gone, value in _GONE.items()},
-    "trackers.tags": "the key is gone: set WANDB_TAGS",
-    "trackers.mode": "the key is gone: set WANDB_MODE",
     **{former: f"the key is called {name} now" for former, name in _RENAMED.items()},
+    **_REMOVED,
+    "parallel.kind=data_parallel": "use parallel.kind=ddp, with a worker for each GPU",
     "audit": "the key audit.recompute is called recompute.every now",
     "data.shuffle": _OWN_ORDER,
     "data.sampler": _OWN_ORDER,
@@ -85,13 +93,12 @@ def parse_config(
     """Return the configuration that `text` holds.
 
     `file` names the text in errors, and its stem is the default name of the run. `former_names` says whether former
-    names of keys, and keys that are gone, are read too. Raises ConfigError.
+    names of keys are read and removed keys ignored. Raises ConfigError.
     """
     document = Document(text, file)
     # Before the overrides, which come from the user of this version and must have its names.
     if former_names:
-        _rename_keys(document.tree)
-        _drop_gone_keys(document.tree)
+        _read_former_keys(document.tree)
     document.override(overrides)
     # YAML reads a section without keys as None. Such a section gets its defaults.
     tree = {}
@@ -129,7 +136,8 @@ def _validated(tree: dict[str, Any], document: Document) -> Config:
     return config
 
 
-def _rename_keys(tree: dict[str, Any]) -> None:
+def _read_former_keys(tree: dict[str, Any]) -> None:
+    _drop_removed_keys(tree)
     for former, name in _RENAMED.items():
         former_section, former_key = former.split(".")
         section, key = name.split(".")
@@ -140,17 +148,17 @@ def _rename_keys(tree: dict[str, Any]) -> None:
                 del tree[former_section]
 
 
-def _drop_gone_keys(value: Any, section: str = "") -> None:
+def _drop_removed_keys(value: Any, section: str = "") -> None:
     if isinstance(value, list):
         for item in value:
-            _drop_gone_keys(item, section)
+            _drop_removed_keys(item, section)
     elif isinstance(value, dict):
         for key, part in list(value.items()):
             name = f"{section}{key}"
-            if name in _GONE and part == _GONE[name]:
+            if name in _REMOVED and part == _ALWAYS.get(name, part):
                 del value[key]
             else:
-                _drop_gone_keys(part, f"{name}.")
+                _drop_removed_keys(part, f"{name}.")
 
 
 def dump_config(config: Config) -> str:
@@ -178,7 +186,8 @@ def _report(errors: list[ErrorDetails], document: Document) -> None:
             case "union_tag_invalid":
                 kind = error["input"]["kind"]
                 known = QUOTED.findall(error["ctx"]["expected_tags"])
-                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{suggestion(kind, known)}")
+                instead = _instead((*path, f"kind={kind}")) or suggestion(kind, known)
+                document.problem((*path, "kind"), f"unknown kind, found {_shortened(kind)}{instead}")
             case "union_tag_not_found":
                 document.problem((*path, "kind"), "missing")
             case _:
@@ -237,7 +246,7 @@ def _shortened(value: Any) -> str:
 
 
 def _instead(path: Keys) -> str:
-    """Return why the schema lacks a key, and what to set instead, "" if unknown."""
+    """Return what to use instead of an unknown key, "" if there is nothing."""
     known = _INSTEAD.get(".".join(key for key in path if not key.isdecimal()))
     if known is None:
         return ""

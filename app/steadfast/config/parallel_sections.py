@@ -22,7 +22,6 @@ class ParallelSection(Section):
     # True if any survivor can pass the state to a new worker, and one rank can write it. If False, lost workers take
     # their shards along, and every rank writes its own shards.
     survivors_hold_all: ClassVar[bool] = True
-    copies_model: ClassVar[bool] = False  # in every forward, to each GPU of a worker
 
     @property
     def replica_key(self) -> str:
@@ -211,18 +210,4 @@ class PipelineConfig(TensorSection):
         return self
 
 
-class DataParallelConfig(ParallelSection):
-    """torch's nn.DataParallel: one worker for all GPUs of its machine.
-
-    For existing scripts only, because ddp is faster.
-    """
-
-    copies_model: ClassVar[bool] = True
-
-    kind: Literal["data_parallel"] = "data_parallel"
-
-
-ParallelConfig = DdpConfig | FsdpConfig | PipelineConfig | DataParallelConfig
-
-
-# The defaults are those of torch's GradScaler.
+ParallelConfig = DdpConfig | FsdpConfig | PipelineConfig

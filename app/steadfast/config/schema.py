@@ -27,7 +27,7 @@ from steadfast.config.base import (
 )
 from steadfast.config.data_sections import AnyData, DataConfig, TextData
 from steadfast.config.faults import FaultsConfig
-from steadfast.config.parallel_sections import DataParallelConfig, DdpConfig, FsdpConfig, ParallelConfig, PipelineConfig
+from steadfast.config.parallel_sections import DdpConfig, FsdpConfig, ParallelConfig, PipelineConfig
 from steadfast.plan import End, EvenSamplesPlan, Plan, step_of
 
 
@@ -123,10 +123,9 @@ class ScalingConfig(Section):
     the global batch are not started"""
     spares: NonNegativeInt = 0
     """extra workers that are started beside the largest number and have built the model, so that one of them replaces a
-    dead worker in under a second. Each reserves cores and GPUs like a worker; not with recovery.mode=restart"""
+    dead worker in under a second. Each reserves cores and GPUs like a worker"""
     gpus_per_worker: Literal["auto"] | NonNegativeInt = "auto"
-    """GPUs of a worker: 1, or 0 to train on CPUs; auto is 1 if the cluster has a GPU or can start a node with one; more
-    than 1 for data_parallel only"""
+    """GPUs of a worker: 1, or 0 to train on CPUs; auto is 1 if the cluster has a GPU or can start a node with one"""
     cpus_per_worker: PositiveInt = 1
     """CPU cores that Ray reserves for each worker. Raise it if workers have loader processes or train on CPUs"""
     start_timeout_s: PositiveFloat = 60.0
@@ -147,6 +146,13 @@ class ScalingConfig(Section):
         if ends[0] > ends[1]:
             raise ValueError("must be [min, max] with min at most max")
         return ends
+
+    @field_validator("gpus_per_worker")
+    @classmethod
+    def a_worker_trains_on_one_gpu(cls, number: Literal["auto"] | int) -> Literal["auto"] | int:
+        if number not in ("auto", 0, 1):
+            raise ValueError("must be 0, 1 or auto: a worker trains on one GPU, so raise num_workers for more")
+        return number
 
 
 class BatchConfig(Section):
@@ -371,44 +377,42 @@ class TargetOptimizer(OptimizerConfig, Target):
     """Optimizer of the user's own, called with `params`, `lr` and `args`."""
 
 
+WarmupSteps = Annotated[
+    NonNegativeInt, Field(description="steps in which the learning rate rises from 0 to optimizer.lr")
+]
+EndFraction = Annotated[Fraction, Field(description="learning rate at the end of the run, as a share of optimizer.lr")]
+
+
 class CosineConfig(Section):
     kind: Literal["cosine"] = "cosine"
-    warmup_steps: NonNegativeInt = 50
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
-    min_lr_fraction: Fraction = 0.1
-    """learning rate at the end of the run, as a share of optimizer.lr"""
+    warmup_steps: WarmupSteps = 50
+    min_lr_fraction: EndFraction = 0.1
 
 
 class ConstantConfig(Section):
     kind: Literal["constant"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    warmup_steps: WarmupSteps = 0
 
 
 class LinearConfig(Section):
     kind: Literal["linear"] = "linear"
-    warmup_steps: NonNegativeInt = 50
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
-    min_lr_fraction: Fraction = 0.0
-    """learning rate at the end of the run, as a share of optimizer.lr"""
+    warmup_steps: WarmupSteps = 50
+    min_lr_fraction: EndFraction = 0.0
 
 
 class WsdConfig(Section):
     """Warm-up, stable part, decay: a run may be extended from any step of its stable part."""
 
     kind: Literal["wsd"] = "wsd"
-    warmup_steps: NonNegativeInt = 50
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    warmup_steps: WarmupSteps = 50
     decay_fraction: Fraction = 0.1
     """share of the run's steps, at its end, in which the learning rate falls"""
-    min_lr_fraction: Fraction = 0.0
-    """learning rate at the end of the run, as a share of optimizer.lr"""
+    min_lr_fraction: EndFraction = 0.0
 
 
 class StepConfig(Section):
     kind: Literal["step"] = "step"
-    warmup_steps: NonNegativeInt = 0
-    """steps in which the learning rate rises from 0 to optimizer.lr"""
+    warmup_steps: WarmupSteps = 0
     every_steps: PositiveInt
     """number of steps after which the learning rate falls each time, counted from the first step of the run"""
     gamma: Fraction = 0.1
@@ -512,43 +516,21 @@ class RecomputeConfig(Section):
 
 
 class ProfileConfig(Section):
-    """torch's records of time, memory and collectives, in `profile/` and `stacks/` of the run directory."""
+    """torch's records of time and memory, in `profile/` of the run directory."""
 
-    # The keys up to `flops` are those of torch.profiler.
     wait: NonNegativeInt = 10
-    """steps before each recording, from the first step of an attempt on"""
-    warmup: NonNegativeInt = 1
-    """steps after profile.wait whose records are discarded, because the profiler is slow in its first steps"""
+    """steps from the beginning of an attempt to its recording"""
     active: NonNegativeInt = 0
-    """steps of a recording; 0 for no profile"""
-    repeat: PositiveInt = 1
-    """number of recordings in an attempt"""
+    """steps of the recording, by torch.profiler; 0 for no profile"""
     ranks: tuple[NonNegativeInt, ...] = (0,)
     """ranks that record"""
-    shapes: bool = False
-    """record the shapes of the operators' inputs"""
-    stack: bool = False
-    """record the lines of code that call the operators"""
-    memory: bool = False
-    """record the memory that operators allocate and free"""
-    flops: bool = False
-    """record the floating-point operations of matrix products and convolutions"""
     memory_history: NonNegativeInt = 0
     """number of a GPU's last allocations and frees that are kept with their lines of code, and written for
     https://pytorch.org/memory_viz if the GPU runs out of memory; each takes some KB of host memory and a little time; 0
     for none. Not tried on a GPU yet"""
-    # The default is torch's own.
-    flight_recorder: NonNegativeInt = 2000
-    """number of its last collectives that each worker keeps; if a world hangs under Ray, the collectives are written to
-    `stacks/` for `torchfrtrace`; 0 for none. TORCH_FR_BUFFER_SIZE in cluster.env overrides this key. Not tried with
-    NCCL yet"""
 
 
 class RecoveryConfig(Section):
-    mode: Literal["auto", "slots", "restart"] = "auto"
-    """how a run recovers after a failure: slots keeps surviving workers running, and starts a new worker in the slot
-    (the reserved place) of each lost worker; restart ends all workers and starts new ones; auto is slots if Ray's
-    version supports slots"""
     max_failures: NonNegativeInt = 10
     """number of failures of one kind in a row, without a new step between them, that the run survives; the next one
     ends the run. Kinds are those of the `failure` event. All workers lost in one attempt count as one failure. Raise it
@@ -616,12 +598,8 @@ class EmaConfig(Section):
     """share of the average that is kept in each step, from 0 to below 1. A larger share averages over more steps"""
 
 
-class EarlyStoppingConfig(Section):
+class EarlyStoppingConfig(KeepBestConfig):
     kind: Literal["early_stopping"] = "early_stopping"
-    metric: Text = "loss"
-    """name of a metric of validation"""
-    mode: Literal["min", "max"] = "min"
-    """whether the least or the greatest value is the best"""
     patience: PositiveInt = 3
     """number of validations without improvement after which the run finishes. Raise it if the metric is noisy"""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
@@ -812,13 +790,6 @@ class Config(Section):
 
     @field_validator("compile")
     @classmethod
-    def only_the_model_itself_is_compiled(cls, compile: Compile, info: ValidationInfo) -> Compile:
-        if compile != "none" and info.data.get("parallel", DdpConfig()).copies_model:
-            raise ValueError("must be none with parallel.kind=data_parallel, which copies the model in every forward")
-        return compile
-
-    @field_validator("compile")
-    @classmethod
     def checkpointed_parts_are_not_compiled(cls, compile: Compile, info: ValidationInfo) -> Compile:
         is_checkpointed = info.data.get("memory", MemoryConfig()).activation_checkpointing != "none"
         if compile != "none" and is_checkpointed and info.data.get("parallel", DdpConfig()).has_tensor_parts:
@@ -943,40 +914,11 @@ class Config(Section):
 
     @field_validator("parallel")
     @classmethod
-    def auto_measures_one_gpu(cls, parallel: Section, info: ValidationInfo) -> Section:
-        batch = info.data.get("batch", BatchConfig())
-        if isinstance(parallel, DataParallelConfig) and batch.microbatch_size == "auto":
-            context = {"key": "batch.microbatch_size"}
-            message = "auto measures one GPU, and parallel.kind=data_parallel trains on several: give a number"
-            raise PydanticCustomError("rule", message, context)
-        return parallel
-
-    @field_validator("parallel")
-    @classmethod
     def chunks_need_the_model_itself(cls, parallel: ParallelConfig, info: ValidationInfo) -> ParallelConfig:
         task = info.data.get("task")
         if not isinstance(task, TaskConfig) or task.chunk_tokens is None:
             return parallel
-        context = {"key": "task.chunk_tokens"}
-        if parallel.copies_model:
-            message = "must be null with parallel.kind=data_parallel, which copies the model in every forward"
-            raise PydanticCustomError("rule", message, context)
         if isinstance(parallel, DdpConfig) and parallel.reducer == "torch":
             message = "must be null with parallel.reducer=torch, which copies the outputs of the model"
-            raise PydanticCustomError("rule", message, context)
-        return parallel
-
-    @field_validator("parallel")
-    @classmethod
-    def a_worker_has_one_gpu_unless_it_is_the_only_one(cls, parallel: Section, info: ValidationInfo) -> Section:
-        scaling = info.data.get("scaling", ScalingConfig())
-        if isinstance(parallel, DataParallelConfig):
-            if scaling.num_workers != (1, 1):
-                context = {"key": "parallel.kind", "found": scaling.num_workers[1]}
-                message = "data_parallel is one process: scaling.num_workers must be 1, found up to {found}"
-                raise PydanticCustomError("rule", message, context)
-        elif scaling.gpus_per_worker not in ("auto", 0, 1):
-            context = {"key": "scaling.gpus_per_worker", "found": scaling.gpus_per_worker}
-            message = "must be 0, 1 or auto: a worker trains on one GPU, found {found}; for more, raise num_workers"
-            raise PydanticCustomError("rule", message, context)
+            raise PydanticCustomError("rule", message, {"key": "task.chunk_tokens"})
         return parallel

@@ -171,8 +171,16 @@ class SampleOrder:
         return self._split(self.num_train + positions % self.num_validation)
 
 
-class OwnOrder(SampleOrder):
-    """Order given by a function, with the last samples of the dataset held out."""
+class LastHeldOut(SampleOrder):
+    """Order that holds out the last samples of the dataset."""
+
+    def validation(self, positions: Int64s) -> Int64s:
+        assert self.num_validation, "no samples are held out"
+        return self.num_train + positions % self.num_validation
+
+
+class OwnOrder(LastHeldOut):
+    """Order given by a function."""
 
     def __init__(self, num_samples: int, validation_fraction: float, seed: int, order: Order, name: str) -> None:
         """Test `order` and build the order.
@@ -198,10 +206,6 @@ class OwnOrder(SampleOrder):
             self._refuse(f"returned sample {ids[first]} {where}; training samples are 0 to {self.num_train - 1}")
         return ids.astype(np.int64, copy=False)
 
-    def validation(self, positions: Int64s) -> Int64s:
-        assert self.num_validation, "no samples are held out"
-        return self.num_train + positions % self.num_validation
-
     def _try_out(self) -> None:
         """Check that the order is a pure function, element by element."""
         # Around the end of an epoch the test also finds an order that takes all positions of a call for one epoch.
@@ -223,11 +227,10 @@ class OwnOrder(SampleOrder):
         raise DataError(f"{self._name} {what}")
 
 
-class BlockOrder(SampleOrder):
+class BlockOrder(LastHeldOut):
     """Order that reads neighbouring samples at about the same time.
 
-    In each epoch the blocks come in another keyed order, and the samples of each 16 blocks in a row are shuffled. The
-    last samples of the dataset are held out.
+    In each epoch the blocks come in another keyed order, and the samples of each 16 blocks in a row are shuffled.
     """
 
     def __init__(self, blocks: Int64s, num_samples: int, validation_fraction: float, seed: int) -> None:
@@ -243,10 +246,6 @@ class BlockOrder(SampleOrder):
             its = epochs == epoch
             ids[its] = self._shuffled(epoch)(places[its])
         return ids
-
-    def validation(self, positions: Int64s) -> Int64s:
-        assert self.num_validation, "no samples are held out"
-        return self.num_train + positions % self.num_validation
 
     def _shuffled(self, epoch: int) -> "_ShuffledBlocks":
         # To order many blocks takes milliseconds, so the order of one epoch is kept.

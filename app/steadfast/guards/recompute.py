@@ -15,7 +15,7 @@ from steadfast.parallel import Parallel
 from steadfast.parallel.buckets import GradientBuckets
 from steadfast.parallel.digest import digest
 from steadfast.plan import Microbatch, Plan
-from steadfast.run.events import Corruption
+from steadfast.run.events import Notice
 from steadfast.world.control import gather_numbers, gather_objects
 from steadfast.world.hardware import Hardware, read_hardware
 from steadfast.world.runtime import Runtime, World
@@ -210,12 +210,18 @@ def _cause(
 
 def _event(
     check: Check, rank: int | None, hardware: Sequence[Hardware], computed: Mapping[str, tuple[str, ...]], cause: str
-) -> Corruption:
-    event = Corruption(
-        step=check.microbatch.step, microbatch=check.microbatch.index, rank=rank, digests=computed, cause=cause
+) -> Notice:
+    odd = None if rank is None else hardware[rank]
+    return Notice(
+        event="corruption",
+        text=f"wrong result found in {cause}",
+        step=check.microbatch.step,
+        microbatch=check.microbatch.index,
+        rank=rank,
+        node=odd and odd.host,
+        device=odd and odd.device,
+        gpu_uuid=odd and (odd.uuid or None),
+        gpu_serial=odd and (odd.serial or None),
+        digests=computed,
+        cause=cause,
     )
-    if rank is None:
-        return event
-    odd = hardware[rank]
-    parts = {"gpu_uuid": odd.uuid or None, "gpu_serial": odd.serial or None}
-    return event.model_copy(update={"node": odd.host, "device": odd.device, **parts})

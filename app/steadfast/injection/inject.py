@@ -30,7 +30,7 @@ from steadfast.config.faults import (
 from steadfast.data import Fetched
 from steadfast.injection.flips import Flips
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import FaultInjected
+from steadfast.run.events import Notice
 from steadfast.tasks import Sums
 from steadfast.world.runtime import Runtime, Signals, World
 
@@ -157,9 +157,9 @@ class Faults:
             if num_struck >= fault.times:
                 return False
             self._store.commit(f"faults/{name}{num_struck + 1}", b"")
-        self._runtime.publish(
-            FaultInjected(attempt=self._attempt, kind=kind, phase=phase, step=fault.step, rank=fault.rank)
-        )
+        text = f"fault {kind} injected on rank {fault.rank} in {phase} of step {fault.step}"
+        notice = Notice(event="fault_injected", text=text, kind=kind, phase=phase, step=fault.step, rank=fault.rank)
+        self._runtime.publish(notice.of_attempt(self._attempt))
         return True
 
     def _strike(self, fault: Fault) -> None:

@@ -249,22 +249,13 @@ class _Launch:
         import ray
 
         from steadfast.orchestration.membership import Membership
-        from steadfast.orchestration.trainer import Fit, build_trainer, recovery_mode, start_coordinator
+        from steadfast.orchestration.trainer import Fit, build_trainer, start_coordinator
 
-        mode, why_not = recovery_mode(config.recovery.mode)
-        if why_not:
-            self.console.line(why_not)
-        smallest, largest = config.scaling.num_workers
-        if mode.ray_restarts and len(config.world_sizes((smallest, largest))) not in (1, largest - smallest + 1):
-            raise UsageError(
-                "recovery.mode=restart: Ray would choose numbers of workers that do not make whole replicas "
-                f"({config.parallel.replica_key}). Give scaling.num_workers as one number"
-            )
         membership = Membership.of(config.scaling, expected, config.parallel.layout)
-        coordinator = start_coordinator(mode, config.recovery, membership, self.directory, self.ownership)
+        coordinator = start_coordinator(config.recovery, membership, self.directory, self.ownership)
         cluster = "" if embedded else ray.get_runtime_context().gcs_address
         return Fit(
-            partial(build_trainer, mode, config, self.directory, coordinator, gpus, objects),
+            partial(build_trainer, config, self.directory, coordinator, gpus, objects),
             coordinator,
             self.directory,
             self.console,

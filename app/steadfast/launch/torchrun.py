@@ -37,7 +37,7 @@ from steadfast.world.timeouts import Timeouts
 _RAY_KEYS = {
     "cluster": ("address", "pip"),
     "scaling": ("spares", "cpus_per_worker", "start_timeout_s", "placement", "label_selector"),
-    "recovery": ("mode", "max_failures", "hang_limit_s"),
+    "recovery": ("max_failures", "hang_limit_s"),
 }
 # Kinds of failures whose events name the rank. All ranks report failures of the other kinds alike.
 _OF_ONE_RANK = (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY, FailureKind.PEER)

@@ -6,6 +6,7 @@ import threading
 import zlib
 from typing import Any
 
+_NUM_COLLECTIVES = "2000"  # torch's own default
 _SIZE = "TORCH_FR_BUFFER_SIZE"
 _FORMER_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _MOMENT_S = 0.1
@@ -14,22 +15,21 @@ _LONGEST = 2**19  # of a packed record, which is sent with the heartbeats
 
 
 class FlightRecorder:
-    """Records the last `size` collectives, readable while threads hang.
+    """Records the last collectives, readable while threads hang.
 
     Create it before the first process group, when torch reads the size from the environment.
     """
 
-    def __init__(self, size: int, device: str) -> None:
-        self._size = size
+    def __init__(self, device: str) -> None:
         self._device = device
         self._reading: threading.Thread | None = None
         self._read = ""
         if _FORMER_SIZE not in os.environ:
-            os.environ.setdefault(_SIZE, str(size))
+            os.environ.setdefault(_SIZE, _NUM_COLLECTIVES)
 
     def read(self) -> None:
         """Read the record for `take`, and return after a moment anyway."""
-        if not self._size or (self._reading is not None and self._reading.is_alive()):
+        if self._reading is not None and self._reading.is_alive():
             return
         # NCCL asks the device which collectives have ended, so a hanging device may block this thread as well.
         self._reading = threading.Thread(target=self._read_all, daemon=True, name="flight recorder")

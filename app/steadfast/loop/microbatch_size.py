@@ -22,8 +22,9 @@ from steadfast.loop.side_effects import undone
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import Parallel
 from steadfast.plan import largest_microbatch
-from steadfast.run import events
 from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Notice
+from steadfast.units import size
 from steadfast.world.allocations import Allocations
 from steadfast.world.control import gather_numbers, gather_objects
 from steadfast.world.runtime import Runtime, World, publish_once
@@ -32,6 +33,7 @@ from steadfast.world.runtime import Runtime, World, publish_once
 # allocator. Running out of memory costs an attempt, and from then on two forwards in place of one.
 _USED_SHARE = 0.8
 _NOT_CHOSEN = 0  # sent in place of a size
+_CHOSEN = "batch.microbatch_size auto -> {} for the whole run"
 
 
 class Room(NamedTuple):
@@ -75,33 +77,33 @@ class SizeSearch:
             TrainingError: one sample does not fit.
             StorageError: the chosen size cannot be read or written.
         """
-        size = self._known_size(directory)
-        if size == _NOT_CHOSEN:
-            chosen = self._choose()
+        num_samples = self._known_size(directory)
+        if num_samples == _NOT_CHOSEN:
+            chosen, event = self._choose()
             if self.world.leader:
-                directory.write_microbatch_size(chosen.microbatch_size)
-            publish_once(chosen, runtime, self.world)
+                directory.write_microbatch_size(chosen)
+            publish_once(event, runtime, self.world)
             # No rank continues before the size is on storage, because a failure after the first steps could otherwise
             # lead to another size.
-            size = _largest(chosen.microbatch_size, self.world)
-        self.worker.fix_microbatch_size(size)
+            num_samples = _largest(chosen, self.world)
+        self.worker.fix_microbatch_size(num_samples)
 
     def _known_size(self, directory: RunDirectory) -> int:
         """Return the size that a worker knows, or else the recorded one. A collective."""
         known = self.worker.batch.microbatch_size
         if known == "auto":
             known = _NOT_CHOSEN
-        size = _largest(known, self.world)
-        if size != _NOT_CHOSEN:
-            return size
+        num_samples = _largest(known, self.world)
+        if num_samples != _NOT_CHOSEN:
+            return num_samples
         recorded = None
         # Only the leader asks storage, which may answer the ranks differently.
         if self.world.leader:
             recorded = directory.microbatch_size()
         return _largest(recorded or _NOT_CHOSEN, self.world)
 
-    def _choose(self) -> events.MicrobatchChosen:
-        """Return the size that fits on every rank and occupies all workers."""
+    def _choose(self) -> tuple[int, Notice]:
+        """Return the size that fits on every rank and occupies all workers, and the event that reports the size."""
         world, config = self.world, self.worker.config
         global_size = config.batch.global_size
         # The size stays when the world grows, so a step needs a microbatch for each worker of the largest world.
@@ -109,14 +111,19 @@ class SizeSearch:
         # If a forward has run out of memory before, no more samples than these fit.
         most = world.amendments.forward_size or global_size
         if largest_microbatch(global_size, num_workers, most) == 1:
-            return events.MicrobatchChosen(microbatch_size=1)
+            return 1, Notice(event="microbatch_chosen", text=_CHOSEN.format(1), microbatch_size=1)
         rooms = gather_objects(_measure(world, self.worker, self.parallel, self.model), world.groups.control)
         num_fitting, rank = min((room.num_fitting, rank) for rank, room in enumerate(rooms))
-        return events.MicrobatchChosen(
-            microbatch_size=largest_microbatch(global_size, num_workers, int(min(num_fitting, most))),
+        chosen = largest_microbatch(global_size, num_workers, int(min(num_fitting, most)))
+        sample, free = rooms[rank].sample, rooms[rank].free
+        reason = f"a sample takes {size(sample)} of the {size(free)} free on rank {rank}"
+        return chosen, Notice(
+            event="microbatch_chosen",
+            text=f"{_CHOSEN.format(chosen)} | {reason}",
+            microbatch_size=chosen,
             rank=rank,
-            sample_bytes=rooms[rank].sample,
-            free_bytes=rooms[rank].free,
+            sample_bytes=sample,
+            free_bytes=free,
         )
 
 

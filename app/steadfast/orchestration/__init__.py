@@ -1,6 +1,6 @@
 """Orchestration of a run on Ray: coordinator, supervisor, worker runtime and slots.
 
-How a run survives the death of worker B, with worker A as a survivor (`recovery.mode=slots`, the default):
+How a run survives the death of worker B, with worker A as a survivor:
 
     B                dies, and B's machine closes the connection of B's heartbeats
     HeartbeatServer  detects the closed connection, or B's silence for `recovery.silence_s`, and calls the coordinator

@@ -29,6 +29,7 @@ from steadfast.run import events
 from steadfast.run.directory import STACKS, KillRequest, RunDirectory, ScaleRequest
 from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
+from steadfast.units import plural
 from steadfast.world.timeouts import Timeouts
 
 _INTERVAL_S = 0.25  # time between two checks for what no call reports
@@ -84,7 +85,7 @@ class Coordinator:
         self.membership = membership
         self._short_since_s: float | None = None  # time at which the workers became too few for a world
         self._wait_s = recovery.wait_s  # time without enough workers, after which the run ends
-        self._left_over = 0  # waiting workers in the last `LeftOver` event
+        self._left_over = 0  # waiting workers in the last event `left_over`
         self._supervisor = Supervisor(recovery, directory / STACKS)
         self._stacks = StackFiles(directory.store)
         self._workers_file = WorkersFile(directory.store)
@@ -172,15 +173,13 @@ class Coordinator:
         The call waits until that world forms. The worker must send heartbeats before this call.
         """
         await self._taken_over(member.name)
-        if member.name not in self._dead:
-            return await self._assign(member)
-        # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause then.
-        if cause := self._dead[member.name]:
-            self._dead[member.name] = ""
-            self._record_failure(member, FailureKind.WORKER, cause)
-        return Leave.RELEASED
-
-    async def _assign(self, member: Member) -> Answer:
+        if member.name in self._dead:
+            # The heartbeats may have ended before the worker's first call to `join`. No event has recorded the cause
+            # then.
+            if cause := self._dead[member.name]:
+                self._dead[member.name] = ""
+                self._record_failure(member, FailureKind.WORKER, cause)
+            return Leave.RELEASED
         if self.over or (self.heartbeats.commands.stop and member.name not in self.membership.world):
             return Leave.RUN_ENDED
         self.members[member.name] = member
@@ -220,7 +219,9 @@ class Coordinator:
         if left_over != self._left_over:
             self._left_over = left_over
             if left_over:
-                self.record(events.LeftOver(workers=left_over, unit=self.membership.smallest_replica))
+                unit = self.membership.smallest_replica
+                text = f"{plural(left_over, 'worker')} must wait: a replica needs {plural(unit, 'worker')}"
+                self.record(events.Notice(event="left_over", text=text, workers=left_over, unit=unit))
 
     def _nothing_to_save(self) -> bool:
         # Only members of a world can hold a state that is newer than the state on storage.

@@ -23,7 +23,7 @@ from typing import Any
 from steadfast.orchestration.fork_worker import RAYLET_VARIABLE, STARTED, STREAMS, receive, user_of
 
 # Imported when the server starts.
-_LIBRARIES = (
+LIBRARIES = (
     "torch._dynamo",  # imported by torch's optimizers
     "torch.utils.tensorboard",
     "pandas",  # imported by Ray Train
@@ -32,7 +32,7 @@ _LIBRARIES = (
     "requests",
 )
 # Imported at the first request, because Ray reads its variables in the environment when it is imported.
-_RAY_AND_STEADFAST = (
+RAY_AND_STEADFAST = (
     "ray._private.workers.default_worker",
     "steadfast.orchestration.internals.slots",
     "steadfast.orchestration.coordinator",
@@ -44,7 +44,7 @@ _RAY_AND_STEADFAST = (
 _READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH")
 _REQUEST_S = 10.0  # time to receive a request
 _IDLE_S = 60.0  # time without a worker after which the server of a cluster's node ends
-_NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # Ray's id of no job
+NO_JOB = {"RAY_JOB_ID": "ffffffff"}  # Ray's id of no job
 # The folder of this package comes first, as in the command.
 _PROGRAM = f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}; from {__name__} import main; main()"
 
@@ -196,11 +196,11 @@ def _read_at_import(environment: dict[str, str]) -> dict[str, str]:
 
 def _import_ray(environment: dict[str, str]) -> None:
     # Workers of any job are forked. Ray gives each of them its job with its first task.
-    os.environ |= {name: value for name, value in environment.items() if name.startswith("RAY_")} | _NO_JOB
+    os.environ |= {name: value for name, value in environment.items() if name.startswith("RAY_")} | NO_JOB
     from steadfast.orchestration.internals import other_class_ids
 
     with other_class_ids():
-        _import(_RAY_AND_STEADFAST)
+        _import(RAY_AND_STEADFAST)
     # Objects from before the fork are in no generation of a worker, so that its garbage collector does not copy them.
     gc.collect()
     gc.freeze()
@@ -261,6 +261,6 @@ def main() -> None:
     descriptor, num_threads, *raylets = sys.argv[1:]
     # Ray sets this variable in a worker, but only after the libraries that read it have been imported.
     os.environ.setdefault("OMP_NUM_THREADS", num_threads)
-    _import(_LIBRARIES)
+    _import(LIBRARIES)
     raylet = int(raylets[0]) if raylets else None
     _run_worker(_Server(socket.socket(fileno=int(descriptor)), environment, raylet).serve())

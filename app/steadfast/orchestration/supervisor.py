@@ -168,10 +168,23 @@ class Supervisor:
         if name not in self._silent and silence.seconds < limit_s:
             self._silent.add(name)
             silent_s = round(silence.seconds, 1)
-            silent = events.Silent(member=name, seconds=silent_s, answers=silence.answers, ends_s=round(limit_s, 1))
-            if name in self.progress:
-                silent = silent.model_copy(update={"rank": self.progress[name].rank})
-            yield Record(silent.of_attempt(attempt))
+            rank = self.progress[name].rank if name in self.progress else None
+            worker = f"worker {name}" if rank is None else f"rank {rank}"
+            where = "its machine does not answer"
+            if silence.answers:
+                where = "its machine answers, its process does not"
+            silent = events.Notice(
+                attempt=attempt,
+                event="silent",
+                text=f"no heartbeat from {worker} for {silent_s} s: {where}; "
+                f"the worker is declared dead after {limit_s:.0f} s",
+                member=name,
+                seconds=silent_s,
+                answers=silence.answers,
+                ends_s=round(limit_s, 1),
+                rank=rank,
+            )
+            yield Record(silent)
 
     def check_drains(self, nodes: Mapping[str, float], members: Mapping[str, str]) -> Iterator[Decision]:
         """Let the workers of a node that is about to go leave the run.

@@ -17,22 +17,16 @@ from ray.train.torch import TorchTrainer
 from steadfast.config import Config, RecoveryConfig
 from steadfast.errors import SteadfastError, TrainingError, UsageError, shortened
 from steadfast.guards.failures import FailureKind
-from steadfast.orchestration.backend import RuntimeConfig, SlotConfig
+from steadfast.orchestration.backend import SlotConfig
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.fork_worker import python_of_cluster
 from steadfast.orchestration.internals import dead_processes, is_embedded, without_idle_actors
-from steadfast.orchestration.internals.slots import (
-    InlineFunction,
-    coordinator_name,
-    find_incompatibility,
-    slot_controller,
-)
+from steadfast.orchestration.internals.slots import InlineFunction, coordinator_name, slot_controller
 from steadfast.orchestration.membership import Membership
 from steadfast.orchestration.objects import Objects
 from steadfast.orchestration.policies import Budgets
 from steadfast.orchestration.reach import answers
-from steadfast.orchestration.restart import RestartCoordinator, RestartRuntime
-from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec, train_loop
+from steadfast.orchestration.worker_runtime import WorkerSpec, train_loop
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import AttemptStarted, Failure, Finished, Notice, ProcessRestarted, Scale
 from steadfast.run.interrupts import EXIT_STOPPED, Interrupts
@@ -50,67 +44,27 @@ _OWN_PYTHON = {"conda", "container", "image_uri", "pip", "py_executable", "uv"} 
 _CLOSE_S = 30.0  # time for the last events to reach storage
 
 
-class LeanTrainer(TorchTrainer):
-    """Trainer without Ray Train's unused actors."""
+class SlotTrainer(TorchTrainer):
+    """Trainer whose controller uses a worker group of slots, without Ray Train's unused actors."""
 
     def _create_default_callbacks(self) -> list[Any]:
         return without_idle_actors(super()._create_default_callbacks())
-
-
-class SlotTrainer(LeanTrainer):
-    """Trainer whose controller uses a worker group of slots."""
 
     def _initialize_and_run_controller(self, train_fn_ref: Any, **arguments: Any) -> Any:
         with slot_controller(is_embedded()):
             return super()._initialize_and_run_controller(train_fn_ref=InlineFunction(train_fn_ref), **arguments)
 
 
-@dataclass(frozen=True)
-class RecoveryMode:
-    """The classes that implement one value of `recovery.mode`.
-
-    With `SLOTS` the other workers survive a worker's death. With `RESTART` Ray Train restarts all workers.
-    """
-
-    coordinator: type[Coordinator]
-    runtime: type[RayRuntime]
-    trainer: type[LeanTrainer]
-    backend: RuntimeConfig
-    ray_restarts: bool  # whether Ray chooses the number of workers, and restarts all of them together
-
-
-SLOTS = RecoveryMode(Coordinator, RayRuntime, SlotTrainer, SlotConfig(), ray_restarts=False)
-RESTART = RecoveryMode(RestartCoordinator, RestartRuntime, LeanTrainer, RuntimeConfig(), ray_restarts=True)
-
-
-def recovery_mode(wanted: str) -> tuple[RecoveryMode, str | None]:
-    """Return the recovery mode for a value of `recovery.mode`.
-
-    The second result is the reason if "auto" has to use restart instead of slots, otherwise None.
-
-    Raises UsageError if "slots" is wanted and this version of Ray does not support slots.
-    """
-    reason = find_incompatibility()
-    if wanted == "restart":
-        return RESTART, None
-    if reason is None:
-        return SLOTS, None
-    if wanted == "slots":
-        raise UsageError(f"recovery.mode=slots does not work with Ray {ray.__version__}: {reason}. Use restart")
-    return RESTART, f"recovery.mode=restart: slots do not work with Ray {ray.__version__}: {reason}"
-
-
 def start_coordinator(
-    mode: RecoveryMode, recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
+    recovery: RecoveryConfig, membership: Membership, directory: RunDirectory, ownership: Ownership
 ) -> Any:
     """Start the run's coordinator on the head node. Return its handle."""
-    # The head node outlives the nodes of workers. A few calls of each worker may wait at once, all for a bounded time
-    # except in restart mode, where a worker waits for its world in a call.
+    # The head node outlives the nodes of workers. A few calls of each worker may wait at once, all for a bounded time.
     # When the actor dies, Ray starts it again and repeats the pending calls.
     for_ever = {"max_restarts": -1, "max_task_retries": -1}
     head = {"node:__internal_head__": 0.001}
-    actor = ray.remote(num_cpus=0, max_concurrency=100_000, resources=head, **for_ever)(mode.coordinator)
-    named = actor.options(name=coordinator_name(_run_config(mode, recovery.max_failures, directory)))
+    actor = ray.remote(num_cpus=0, max_concurrency=100_000, resources=head, **for_ever)(Coordinator)
+    named = actor.options(name=coordinator_name(_run_config(directory)))
     return named.remote(recovery, membership, directory, ownership)
 
 
@@ -130,58 +84,50 @@ def head_host() -> str:
 
 
 def build_trainer(
-    mode: RecoveryMode, config: Config, directory: RunDirectory, coordinator: Any, gpus: int, objects: Objects
+    config: Config, directory: RunDirectory, coordinator: Any, gpus: int, objects: Objects
 ) -> TorchTrainer:
     """Return the run's trainer, with `gpus` GPUs for each worker."""
     scaling = config.scaling
-    low, high = scaling.num_workers
-    num_workers: int | tuple[int, int] = high
-    if mode.ray_restarts and low != high:
-        num_workers = (low, high)
     resources = {"CPU": scaling.cpus_per_worker}
     if gpus:
         resources["GPU"] = gpus
     spec = WorkerSpec(config, directory, coordinator, head_host(), Path.cwd(), objects)
     # Ray would restore its own list of checkpoints from this file. A run resumes from its manifests alone.
     directory.store.delete("checkpoint_manager_snapshot.json")
-    return mode.trainer(
-        partial(train_loop, mode.runtime, spec),
-        torch_config=mode.backend,
+    return SlotTrainer(
+        partial(train_loop, spec),
+        torch_config=SlotConfig(),
         scaling_config=ScalingConfig(
-            num_workers=num_workers,
+            num_workers=scaling.num_workers[1],
             use_gpu=gpus > 0,
             resources_per_worker=resources,
             placement_strategy=scaling.placement.upper(),
             label_selector=dict(scaling.label_selector) or None,
         ),
-        run_config=_run_config(mode, config.recovery.max_failures, directory, _runtime_env(mode, config)),
+        run_config=_run_config(directory, _runtime_env(config)),
     )
 
 
-def _runtime_env(mode: RecoveryMode, config: Config) -> dict[str, Any]:
+def _runtime_env(config: Config) -> dict[str, Any]:
     """Return the runtime environment of workers, beside that of the run."""
     # A server would import packages before `cluster.pip` has installed others. Without `py_modules`, Python could not
     # find the program that starts a fork.
     given = ray.get_runtime_context().runtime_env
-    if sys.platform != "linux" or mode.ray_restarts or config.cluster.pip:
+    if sys.platform != "linux" or config.cluster.pip:
         return {}
     if "py_modules" not in given or _OWN_PYTHON & given.keys():
         return {}
     return {"py_executable": python_of_cluster(config.scaling.cpus_per_worker)}
 
 
-def _run_config(
-    mode: RecoveryMode, max_failures: int, directory: RunDirectory, runtime_env: dict[str, Any] | None = None
-) -> RunConfig:
+def _run_config(directory: RunDirectory, runtime_env: dict[str, Any] | None = None) -> RunConfig:
     files, path = arrow_filesystem(directory.store)
     folder, _, name = path.rpartition("/")
-    if not mode.ray_restarts:
-        max_failures = 0  # with slots, Ray only sees failures that the run does not survive
     return RunConfig(
         name=name,
         storage_path=folder,
         storage_filesystem=files,
-        failure_config=FailureConfig(max_failures=max_failures),
+        failure_config=FailureConfig(max_failures=0),  # Ray only sees failures that the run does not survive
         worker_runtime_env=runtime_env,
         checkpoint_config=CheckpointConfig(),  # keeps all checkpoints, because the run deletes old ones itself
     )

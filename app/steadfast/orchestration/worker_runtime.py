@@ -7,7 +7,7 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 import torch.distributed as dist
@@ -57,8 +57,6 @@ class RayRuntime:
     The coordinator assigns each world, and the worker reports how the attempt ended.
     """
 
-    outlives_peers: ClassVar[bool] = True  # False if Ray ends this process when another worker is lost
-
     def __init__(self, spec: WorkerSpec) -> None:
         here = ray.get_runtime_context()
         self.device = assigned_device(here.get_accelerator_ids()["GPU"])
@@ -88,9 +86,8 @@ class RayRuntime:
         # `batch.balance` may give weights to machines by these labels.
         labels = (os.environ.get(LABEL), *here.get_node_labels().values())
         os.environ[LABEL] = ",".join(filter(None, labels))
-        if self.outlives_peers:
-            recover_in_process()
-        self._flight_recorder = FlightRecorder(spec.config.profile.flight_recorder, self.device.type)
+        recover_in_process()
+        self._flight_recorder = FlightRecorder(self.device.type)
 
         self._heartbeats = HeartbeatClient(
             self._access(), self._timeouts, self._beat, self._obey, self._hear_answer, self._find_again
@@ -267,7 +264,7 @@ class RayRuntime:
             world.groups.abort()
 
 
-def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
+def train_loop(spec: WorkerSpec) -> str:
     """Train as one worker, and return its reason to leave.
 
     The slot reads the reason to decide whether another worker is needed.
@@ -276,7 +273,7 @@ def train_loop(runtime_class: type[RayRuntime], spec: WorkerSpec) -> str:
     from steadfast.worker import work
 
     unblock_sigterm()  # Ray has started this thread, and may have blocked the signal
-    runtime = runtime_class(spec)
+    runtime = RayRuntime(spec)
     with shown_output(runtime.show_output):
         try:
             _settle(spec)

@@ -15,7 +15,7 @@ from torch import nn
 from steadfast.config import Compile
 from steadfast.errors import TrainingError, UsageError
 from steadfast.parallel.blocks import blocks_of, stop_caching
-from steadfast.run.events import Event
+from steadfast.run.events import Notice
 from steadfast.tasks import LanguageModeling
 from steadfast.world.compilation import CompilerNews, is_compiler_failure, one_line
 
@@ -100,7 +100,7 @@ class CompiledBlocks:
             # Reset after the backward, in which the user's own activation checkpointing runs a layer again.
             self._is_running = False
 
-    def news(self) -> list[Event]:
+    def news(self) -> list[Notice]:
         """Return the compiler's notable events since the last call."""
         return self._news.events() if self.wanted else []
 

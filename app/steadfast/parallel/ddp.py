@@ -3,19 +3,17 @@
 Every worker holds the whole model.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from steadfast.config import DdpConfig
-from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError
 from steadfast.parallel.precision import Precision
-from steadfast.tasks import Sums
+from steadfast.parallel.strategy import Parallel
 from steadfast.world.runtime import World
 
 
@@ -35,16 +33,12 @@ class _Transparent(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-class TorchDistributedDataParallelism:
+class TorchDistributedDataParallelism(Parallel):
     """Strategy by torch's own DistributedDataParallel, for its communication hooks."""
 
-    survivors_hold_all: ClassVar[bool] = DdpConfig.survivors_hold_all
-    offloads = False
-    buckets = None
-
     def __init__(self, config: DdpConfig, world: World, precision: Precision) -> None:
+        super().__init__(config, world, precision)
         self._group = world.groups.communicator.group
-        self._precision = precision
         # The reducer divides by the number of replicas, and scaling the loss cancels that for free. A communication
         # hook that only sums would run Python code for every bucket.
         self.loss_scale = float(world.replicate)
@@ -68,13 +62,6 @@ class TorchDistributedDataParallelism:
             forward_sync_buffers=False,
         )
 
-    def loss(self, task: Any, model: nn.Module, batch: Batch) -> Sums:
-        sums: Sums = task.loss(model, batch)
-        return sums
-
-    def backward(self, loss: Tensor) -> None:
-        self._precision.backward(loss)
-
     @contextmanager
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, _Transparent)
@@ -90,35 +77,7 @@ class TorchDistributedDataParallelism:
                 "parallel.reducer=steadfast, the default"
             )
 
-    def register_methods(self, model: nn.Module, names: Iterable[str]) -> None:
-        return
-
-    def train_also(self, trained: list[nn.Parameter]) -> bool:
-        return False
-
-    def store_gradients(self) -> None:
-        return
-
-    def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
-        return norms
-
-    def detach_unused(self) -> None:
-        return
-
-    def clear_gradients(self, optimizer: Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
-
     def unwrap(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, DistributedDataParallel)
         module: nn.Module = model.module
         return module
-
-    def whole(self, model: nn.Module) -> nn.Module | None:
-        return self.unwrap(model)
-
-    @staticmethod
-    def units(model: nn.Module) -> list[str]:
-        return []
-
-    def writes(self, world: World) -> bool:
-        return world.leader

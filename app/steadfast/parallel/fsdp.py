@@ -8,7 +8,7 @@ rank shards its part with the ranks that have the same part.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from steadfast.config import FsdpConfig
-from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError
 from steadfast.parallel.blocks import blocks_of, modules_of_classes, modules_of_size
 from steadfast.parallel.buckets import weak_hook
@@ -40,7 +39,7 @@ from steadfast.parallel.dtensor import (
     squares_to_sum,
 )
 from steadfast.parallel.precision import Precision
-from steadfast.tasks import Sums
+from steadfast.parallel.strategy import Parallel
 from steadfast.world.communicator import Communicator
 from steadfast.world.runtime import Axis, World
 
@@ -53,17 +52,11 @@ _ONE_DTYPE = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FullyShardedDataParallelism:
+class FullyShardedDataParallelism(Parallel):
     """Strategy by torch's fully_shard."""
 
-    survivors_hold_all: ClassVar[bool] = FsdpConfig.survivors_hold_all
-    loss_scale = 1.0
-    buckets = None
-
     def __init__(self, config: FsdpConfig, world: World, precision: Precision) -> None:
-        self._config = config
-        self._world = world
-        self._precision = precision
+        super().__init__(config, world, precision)
         self.offloads = config.cpu_offload
         self._policy = self._formats()
         self._resharding = _Resharding(config.reshard_after_forward, world, precision.device, self._policy.param_dtype)
@@ -158,13 +151,6 @@ class FullyShardedDataParallelism:
             # A backward runs the units in the opposite order.
             unit.set_modules_to_backward_prefetch([*units[max(0, number - num) : number][::-1]])
 
-    def loss(self, task: Any, model: nn.Module, batch: Batch) -> Sums:
-        sums: Sums = task.loss(model, batch)
-        return sums
-
-    def backward(self, loss: Tensor) -> None:
-        self._precision.backward(loss)
-
     @contextmanager
     def synchronize(self, model: nn.Module, last: bool) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
@@ -208,9 +194,6 @@ class FullyShardedDataParallelism:
     def train_also(self, trained: list[nn.Parameter]) -> bool:
         return True
 
-    def store_gradients(self) -> None:
-        return
-
     def whole_norms(self, norms: Tensor, gradients: list[Tensor]) -> Tensor:
         if self._world.tensor_size == 1:
             return norms_of_parts(norms, gradients)
@@ -226,14 +209,8 @@ class FullyShardedDataParallelism:
         self._resharding.end_step(num_without_room)
 
     def clear_gradients(self, optimizer: Optimizer) -> None:
-        optimizer.zero_grad(set_to_none=True)
+        super().clear_gradients(optimizer)
         self._usage.clear()
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model  # fully_shard changes the module in place
-
-    def whole(self, model: nn.Module) -> nn.Module | None:
-        return None
 
     @staticmethod
     def units(model: nn.Module) -> list[str]:
@@ -243,9 +220,6 @@ class FullyShardedDataParallelism:
                 # The class that fully_shard gives a module derives from FSDPModule and the module's own class.
                 kinds.append(type(module).__bases__[1].__name__)
         return kinds
-
-    def writes(self, world: World) -> bool:
-        return world.in_first_replica
 
 
 class _Resharding:

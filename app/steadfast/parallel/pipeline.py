@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from steadfast.config import DdpConfig, PipelineConfig
+from steadfast.config import PipelineConfig
 from steadfast.data.batches import Batch
 from steadfast.errors import TrainingError, UsageError
 from steadfast.parallel.buckets import GradientBuckets
@@ -61,10 +61,8 @@ class PipelineParallelism(ReplicatedParallelism):
     state, which is the same on all of them, to the rank of the next stage with the same part.
     """
 
-    survivors_hold_all: ClassVar[bool] = PipelineConfig.survivors_hold_all
-
     def __init__(self, config: PipelineConfig, world: World, precision: Precision) -> None:
-        super().__init__(DdpConfig(), world, precision)
+        super().__init__(config, world, precision)
         self._balance = config.balance
         self._plan = config.plan
         self.neighbours: Callable[[World], Neighbours] = Neighbours  # an estimate sends nothing
@@ -119,8 +117,8 @@ class PipelineParallelism(ReplicatedParallelism):
 
     def _begin(self, model: nn.Module) -> None:
         """Begin the first step, because only then the parameters have memory."""
-        self._buckets = GradientBuckets.of(model)
-        self._buckets.begin(self._across)
+        self.buckets = GradientBuckets.of(model)
+        self.buckets.begin(self._across)
         for name, param in model.named_parameters():
             if param.requires_grad:
                 self._trained.append((param, self._places[name]))
@@ -180,7 +178,7 @@ class PipelineParallelism(ReplicatedParallelism):
     def _run_backward(self) -> None:
         """Run the backward of the oldest microbatch, and sum the gradients after the step's last one."""
         received, output = self._waiting.popleft()
-        self._buckets.expect(self._last and not self._waiting)
+        self.buckets.expect(self._last and not self._waiting)
         if self._world.in_last_stage:
             self._precision.backward(output)
         else:
@@ -192,7 +190,7 @@ class PipelineParallelism(ReplicatedParallelism):
             gradient = torch.zeros_like(received) if received.grad is None else received.grad
             self._neighbours.send_backward(gradient)
         # Not after an exception: the peers would take an incomplete gradient for a whole one.
-        self._buckets.finish()
+        self.buckets.finish()
 
     def _expect(self) -> None:
         if self._waiting and not self._world.in_last_stage:
@@ -229,12 +227,6 @@ class PipelineParallelism(ReplicatedParallelism):
     def clear_gradients(self, optimizer: Optimizer) -> None:
         if self._trained:  # a step has begun
             super().clear_gradients(optimizer)
-
-    def whole(self, model: nn.Module) -> nn.Module | None:
-        return None
-
-    def writes(self, world: World) -> bool:
-        return world.in_first_replica
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from steadfast.errors import UsageError
 from steadfast.parallel.blocks import blocks_of
@@ -193,20 +194,12 @@ class _Probe:
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        hooks: list[Any] = []
-        trains = [param.requires_grad for param in self._params]
-        for param in self._params:
-            param.requires_grad_(True)  # of a frozen one, too, the place is wanted
+        hooks: list[RemovableHandle] = []
         for block in self._blocks:
             hooks.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
             hooks.append(block.register_forward_hook(self._leave))
-        try:
+        with following(list(self._params), hooks):  # the place of a frozen parameter is wanted too
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for param, train in zip(self._params, trains, strict=True):
-                param.requires_grad_(train)
         if len(self._called) != len(self._blocks):
             missing = {self._names[block] for block in self._blocks} - set(self._called)
             self._refuse(f"a forward does not run its layer {min(missing)}")
@@ -228,11 +221,11 @@ class _Probe:
             self._before = used
         elif used != {self._output}:
             self._refuse(f"the input of its layer {name} is not computed from the output of the layer before it alone")
-        elif self._drawn != self._draws():
+        elif self._drawn != states_of_generators(self._device):
             self._refuse(f"random numbers are drawn between its layers, before {name}")
         self._input = args[0].detach().requires_grad_()
         self._cuts.add(self._input)
-        self._drawn = self._draws()
+        self._drawn = states_of_generators(self._device)
         # A copy, because a layer may change its argument in place, which a leaf of the graph does not allow.
         return (self._input.clone(), *args[1:]), kwargs
 
@@ -247,20 +240,30 @@ class _Probe:
         self._outputs = leaves
         for param in reached(hidden) - {self._input} - {*block.parameters()}:
             self._refuse(f"its layer {name} uses {self._params.get(param, 'a tensor')} of another part of the model")
-        if self._draws()[1:] != self._drawn[1:]:
+        if states_of_generators(self._device)[1:] != self._drawn[1:]:
             self._refuse(f"its layer {name} draws numbers from the generators of Python or numpy; take torch's")
-        self._drawn = self._draws()
+        self._drawn = states_of_generators(self._device)
         self._output = hidden.detach().requires_grad_()
         self._cuts.add(self._output)
         return pytree.tree_unflatten([*leaves[: self._place], self._output.clone(), *leaves[self._place :]], structure)
 
-    def _draws(self) -> list[Any]:
-        """Return the states of all generators, those of torch in the first item."""
-        states = [state.tolist() for state in get_generators(self._device)]
-        return [states, random.getstate(), str(np.random.get_state())]
-
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(f"{_KEY}: the model cannot be cut into stages: {what}")
+
+
+@contextmanager
+def following(params: Sequence[Tensor], hooks: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Let all parameters require gradients within the context, and remove the hooks at its end."""
+    trains = [param.requires_grad for param in params]
+    for param in params:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for param, train in zip(params, trains, strict=True):
+            param.requires_grad_(train)
 
 
 def get_generators(device: torch.device) -> list[Tensor]:
@@ -269,6 +272,12 @@ def get_generators(device: torch.device) -> list[Tensor]:
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
+
+
+def states_of_generators(device: torch.device) -> list[Any]:
+    """Return the states of all generators, comparable, those of torch in the first item."""
+    states = [state.tolist() for state in get_generators(device)]
+    return [states, random.getstate(), str(np.random.get_state())]
 
 
 def set_generators(device: torch.device, state: Tensor) -> None:

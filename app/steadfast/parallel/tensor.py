@@ -8,18 +8,24 @@ for each part, show whether the model's own code allows this; any other model is
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from steadfast.errors import UsageError
-from steadfast.parallel.stages import buffers_in_state, get_generators, reached, set_generators
+from steadfast.parallel.stages import (
+    buffers_in_state,
+    following,
+    get_generators,
+    reached,
+    set_generators,
+    states_of_generators,
+)
 from steadfast.tasks import Sums
 
 if TYPE_CHECKING:
@@ -186,13 +192,8 @@ class _Probe:
                     f"multiple of {_KEY} ({type(error).__name__}: {what})"
                 )
 
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        hooks: list[Any] = []
-        params = list(self._model.parameters())
-        trains = [param.requires_grad for param in params]
-        for param in params:
-            param.requires_grad_(True)  # a frozen one must not be used between column and row either
+    def _following(self) -> AbstractContextManager[None]:
+        hooks: list[RemovableHandle] = []
         for name, kind in self._layers.items():
             module = self._model.get_submodule(name)
             if kind == "column":
@@ -201,13 +202,8 @@ class _Probe:
             else:
                 hooks.append(module.register_forward_pre_hook(self._enter_row(name)))
                 hooks.append(module.register_forward_hook(self._leave_row(name)))
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for param, train in zip(params, trains, strict=True):
-                param.requires_grad_(train)
+        # A frozen parameter must not be used between column and row either.
+        return following(list(self._model.parameters()), hooks)
 
     def _enter_column(self, name: str) -> Callable[..., None]:
         def enter(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -226,7 +222,7 @@ class _Probe:
             result.requires_grad_()
             self._results.setdefault(name, []).append(result)
             self._open[result] = name
-            self._drawn = self._draws()
+            self._drawn = states_of_generators(self._device)
             return result.clone()
 
         return leave
@@ -273,7 +269,7 @@ class _Probe:
                 f"{what} is used between a column and its row {name}, and each worker would know a part of its "
                 "gradient only"
             )
-        if self._drawn != self._draws():
+        if self._drawn != states_of_generators(self._device):
             self._refuse(
                 f"random numbers are drawn between a column and its row {name}, as by dropout. Each worker would draw "
                 "other numbers than one process; set that dropout to 0"
@@ -287,10 +283,6 @@ class _Probe:
     def _cut(self, whole: Tensor) -> Tensor:
         assert self._part is not None
         return whole.detach().chunk(self._size, -1)[self._part].clone().requires_grad_()
-
-    def _draws(self) -> list[Any]:
-        states = [state.tolist() for state in get_generators(self._device)]
-        return [states, random.getstate(), str(np.random.get_state())]
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(f"{_KEY}: the model cannot be split: {what}")

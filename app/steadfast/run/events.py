@@ -56,6 +56,7 @@ class Event(BaseModel):
 
     def to_line(self) -> dict[str, Any]:
         """Return the event's line of `events.jsonl`."""
+        # A notice has a field `event`, which replaces the name of its class.
         head: dict[str, Any] = {"time_s": self.time_s, "event": self.name}
         if self.attempt is not None:
             head["attempt"] = self.attempt
@@ -73,10 +74,13 @@ class Event(BaseModel):
 class Notice(Event):
     """A sentence for the user, whose parts no program reads.
 
-    An example is a setting that the run cannot follow. An event of another release, of a kind that this release does
-    not know, is read as a notice with the name and the fields of the event.
+    An example is a setting that the run cannot follow. A notice may have fields of its own, which are facts for
+    scripts. An event of a kind that this release does not know is read as a notice with the event's name and fields.
     """
 
+    model_config = ConfigDict(extra="allow")
+
+    event: str = "notice"  # name in `events.jsonl`
     text: str  # the sentence
 
     def line(self) -> str:
@@ -126,25 +130,6 @@ class ForwardsShrunk(Event):
         line = f"out of memory in step {self.step}: from now on forwards have at most"
         where = "" if self.rank is None else f"rank {self.rank}: "
         return f"{line} {plural(self.forward_size, 'sample')} | {where}{self.error}"
-
-
-class MicrobatchChosen(Event):
-    """The run has chosen its microbatch size for good.
-
-    The choice is made if `batch.microbatch_size` is auto.
-    """
-
-    microbatch_size: int  # samples of a microbatch
-    rank: int | None = None  # rank with memory for the fewest samples, if memory was measured
-    sample_bytes: int | None = None  # bytes that one more sample takes in a forward and backward on this rank
-    free_bytes: int | None = None  # bytes that are free on this rank between two steps
-
-    def line(self) -> str:
-        chosen = f"batch.microbatch_size auto -> {self.microbatch_size} for the whole run"
-        if self.sample_bytes is None or self.free_bytes is None:
-            return chosen
-        room = f"{size(self.free_bytes)} free on rank {self.rank}"
-        return joined([chosen, f"a sample takes {size(self.sample_bytes)} of the {room}"])
 
 
 class AttemptStarted(Event):
@@ -247,41 +232,6 @@ class ModelSharded(Event):
         return f"fsdp gathers the model in {plural(self.num_units, 'unit')}: {', '.join(units)}"
 
 
-class NotCompiled(Event):
-    """Some ranks cannot compile their layers, and run the layers uncompiled."""
-
-    ranks: tuple[int, ...]  # ranks that run uncompiled layers
-    reason: str  # reason of the first of these ranks
-
-    def line(self) -> str:
-        return f"compile=blocks: layers run uncompiled on {in_ranges('rank', self.ranks)}: {self.reason}"
-
-
-class GraphBreak(Event):
-    """Rank 0 compiled a layer in several parts.
-
-    The code between the parts cannot be compiled, and runs uncompiled.
-    """
-
-    place: str  # file:line of the code that cannot be compiled, "" if unknown
-    reason: str  # torch's reason
-
-    def line(self) -> str:
-        where = f", because of {self.place}" if self.place else ""
-        return f"a layer is compiled in parts, which is slower{where}: {self.reason}"
-
-
-class Recompiled(Event):
-    """Rank 0 has compiled a function again."""
-
-    function: str  # name of the function
-    seconds: float  # duration of the compilation in seconds
-    reason: str  # condition of the existing code that did not hold
-
-    def line(self) -> str:
-        return f"{self.function} was compiled again in {self.seconds:.1f} s: {self.reason}"
-
-
 class AttemptEnded(Event):
     """The set of workers changes or the run ends."""
 
@@ -376,30 +326,6 @@ class Output(Event):
         return "\n".join(f"[{worker}] {line}" for line in self.lines)
 
 
-class Profile(Event):
-    """The profiler has recorded some steps."""
-
-    rank: int  # rank that was profiled
-    step: int  # last step in the profile
-    path: str  # file of the profile
-    table: str  # operators that took the most time
-
-    def line(self) -> str:
-        line = f"profile of rank {self.rank} up to step {self.step} is in {self.path}"
-        return f"{line}: open it in Perfetto or TensorBoard; operators by the time that each itself took:\n{self.table}"
-
-
-class MemoryHistory(Event):
-    """A GPU ran out of memory, and its last allocations were saved."""
-
-    rank: int  # rank that ran out of memory
-    path: str  # file to open on https://pytorch.org/memory_viz
-
-    def line(self) -> str:
-        line = f"rank {self.rank} ran out of memory; its last allocations are in {self.path}"
-        return f"{line}: open it on pytorch.org/memory_viz"
-
-
 class Validation(Event):
     """A validation has finished.
 
@@ -451,44 +377,6 @@ class Checkpoint(Event):
         return line
 
 
-class CheckpointFailed(Event):
-    """Storage has refused a checkpoint.
-
-    The write is repeated until it succeeds or a newer checkpoint is due.
-    """
-
-    step: int  # step of the state that was not written
-    error: str  # message of the storage error
-    needed_bytes: int  # bytes that the checkpoint needs, 0 if unknown
-
-    def line(self) -> str:
-        line = f"checkpoint at step {self.step} is not written; training continues, and a retry or the next checkpoint"
-        line += f" follows: {self.error}"
-        if self.needed_bytes:
-            line += f" ({size(self.needed_bytes)} are needed)"
-        return line
-
-
-class NotSaved(Event):
-    """The run ends after a failure without a checkpoint of its last step."""
-
-    step: int  # step of the state
-    error: str  # reason why the state could not be used or written
-
-    def line(self) -> str:
-        return f"the run ends without a checkpoint of step {self.step}: {self.error}"
-
-
-class CheckpointQuarantined(Event):
-    """A checkpoint is damaged, and is no longer used."""
-
-    step: int  # step of the damaged checkpoint
-    error: str  # what is wrong with the checkpoint
-
-    def line(self) -> str:
-        return f"checkpoint at step {self.step} is damaged and will not be used: {self.error}"
-
-
 class Snapshot(Event):
     """The first snapshot of an attempt lies in node memory.
 
@@ -527,16 +415,6 @@ class AtRisk(Event):
             f"{self.workers_of_node}, of all workers {self.workers}, of a node {self.node}, "
             f"of everything {self.everything}"
         )
-
-
-class NoSnapshots(Event):
-    """The state is not copied to node memory."""
-
-    error: str  # reason why no snapshot is taken
-
-    def line(self) -> str:
-        cost = "the death of all workers costs the steps since the last checkpoint"
-        return f"no snapshots in node memory: {self.error}; {cost}"
 
 
 class Failure(Event):
@@ -618,19 +496,6 @@ class ProcessRestarted(Event):
         return f"{self.process} has died: {self.follows}"
 
 
-class NodeQuarantined(Event):
-    """A node gets no new workers for a while.
-
-    Its workers died early or computed wrongly.
-    """
-
-    node: str  # Ray's id of the machine
-
-    def line(self) -> str:
-        node = node_name(self.node)
-        return f"node {node} gets no new workers for a while: its workers died early or computed wrongly"
-
-
 class Hang(Event):
     """Some ranks seem to be stuck.
 
@@ -674,27 +539,6 @@ class HangOver(Event):
 
     def line(self) -> str:
         return f"{in_ranges('rank', self.ranks)} continued after {self.seconds:.1f} s in {self.phase}"
-
-
-class Silent(Event):
-    """A worker with an open connection sends no heartbeats.
-
-    This early warning ends nothing.
-    """
-
-    member: str  # name of the worker
-    seconds: float  # seconds since the last heartbeat
-    # whether the worker's machine acknowledges data; if so, the process is stopped, or its code blocks all other
-    # threads
-    answers: bool
-    ends_s: float  # seconds of silence after which the worker is declared dead, by the current estimate
-    rank: int | None = None  # rank of the worker, None before its first world
-
-    def line(self) -> str:
-        where = "its machine answers, its process does not" if self.answers else "its machine does not answer"
-        worker = f"worker {self.member}" if self.rank is None else f"rank {self.rank}"
-        line = f"no heartbeat from {worker} for {self.seconds:.1f} s: {where}"
-        return f"{line}; the worker is declared dead after {self.ends_s:.0f} s"
 
 
 class Straggler(Event):
@@ -753,45 +597,6 @@ class Waiting(Event):
         return f"training waits for workers: {self.workers} of at least {self.needed} have started"
 
 
-class LeftOver(Event):
-    """Some workers wait until another replica is complete.
-
-    A replica has `parallel.shard_size` workers, or `parallel.stages` in a pipeline, times `parallel.tensor_size`.
-    """
-
-    workers: int  # workers that wait
-    unit: int  # workers of a replica
-
-    def line(self) -> str:
-        return f"{plural(self.workers, 'worker')} must wait: a replica needs {plural(self.unit, 'worker')}"
-
-
-class Shares(Event):
-    """Microbatches are distributed differently from `step` on, or must stay distributed evenly."""
-
-    step: int  # first step with the new shares
-    before: tuple[int, ...]  # former microbatches per step, by rank
-    after: tuple[int, ...]  # new microbatches per step, by rank
-    # milliseconds per microbatch by rank, if measured speeds are the reason
-    microbatch_ms: tuple[float, ...] | None = None
-    weights: tuple[float, ...] | None = None  # weights by rank, if `batch.balance` gives weights
-    parallel: str | None = None  # strategy that requires even shares
-
-    def line(self) -> str:
-        if self.parallel is not None:
-            reason = f"under {self.parallel} every worker runs the same number of microbatches"
-            return f"shares stay {self.after} microbatches: {reason}"
-        change = f"shares {self.before} -> {self.after} microbatches from step {self.step}"
-        if self.weights is not None:
-            weights = ", ".join(f"{weight:g}" for weight in self.weights)
-            return f"{change}: batch.balance gives weights {weights}"
-        times_ms = self.microbatch_ms or (1.0,)
-        slower = max(times_ms) / min(times_ms)
-        if slower < 1.05:
-            return f"{change}: all ranks are equally fast"
-        return f"{change}: rank {times_ms.index(max(times_ms))} is {slower:.1f}x slower than the fastest rank"
-
-
 class Rollback(Event):
     """The run returns to an earlier checkpoint after a bad step.
 
@@ -806,28 +611,6 @@ class Rollback(Event):
 
     def line(self) -> str:
         return f"rolling back: {self.cause}; steps skipped from now on: {_listed(self.steps)}"
-
-
-class Corruption(Event):
-    """Ranks have computed different gradients for one microbatch.
-
-    The step is not committed, and is repeated.
-    """
-
-    step: int  # step of the comparison
-    microbatch: int  # index of the microbatch
-    rank: int | None = None  # rank that computes wrongly; None if unknown
-    node: str | None = None  # host name of this rank's machine
-    device: str | None = None  # name of its GPU, or of its processor if it has no GPU
-    gpu_uuid: str | None = None  # id of the GPU, as nvidia-smi shows it
-    gpu_serial: str | None = None  # serial number of the GPU's board
-    # Digests as hexadecimal numbers by rank; two of each rank if only two ranks could be compared, and both computed
-    # again.
-    digests: Mapping[str, tuple[str, ...]]
-    cause: str  # description of the step, the rank and its machine
-
-    def line(self) -> str:
-        return f"wrong result found in {self.cause}"
 
 
 class RanksDiffer(Event):
@@ -845,18 +628,6 @@ class RanksDiffer(Event):
             f"ranks {_listed(each)}" if len(each) > 1 else f"rank {each[0]}" for each in self.ranks.values()
         )
         return f"step {self.step}: {held} hold different numbers in {self.tensor}"
-
-
-class FaultInjected(Event):
-    """A fault of the configuration has struck."""
-
-    kind: str  # kind in the configuration: "kill_at", "hang_at" ...
-    phase: str  # phase of the step in which the fault struck
-    step: int  # step of the fault
-    rank: int  # rank that the fault struck
-
-    def line(self) -> str:
-        return f"fault {self.kind} injected on rank {self.rank} in {self.phase} of step {self.step}"
 
 
 class Finished(Event):
@@ -890,7 +661,7 @@ def parse_event(line: Mapping[str, Any]) -> Event | None:
         return None
     kind = _KINDS.get(name, Notice)
     fields = dict(line)
-    if name not in _KINDS:
+    if name not in _KINDS and not isinstance(line.get("text"), str):
         fields["text"] = _in_one_line(line)
     elif kind.spread:
         own = {"event", *kind.model_fields} - {kind.spread}

@@ -6,7 +6,7 @@ import torch
 
 from steadfast.config import ProfileConfig
 from steadfast.run.directory import PROFILE, RunDirectory
-from steadfast.run.events import MemoryHistory
+from steadfast.run.events import Notice
 from steadfast.telemetry.spool import Spool
 from steadfast.world.runtime import World
 
@@ -22,7 +22,7 @@ def record_memory_history(config: ProfileConfig, device: torch.device) -> None:
 
 def write_memory_history(
     config: ProfileConfig, directory: RunDirectory, world: World, device: torch.device, error: BaseException
-) -> MemoryHistory | None:
+) -> Notice | None:
     """Write the recorded allocations if `error` is an out-of-memory error of the GPU.
 
     Return the event to publish, None if nothing was written.
@@ -42,4 +42,6 @@ def write_memory_history(
     except (OSError, RuntimeError, MemoryError) as failed:
         _log.warning("cannot write the memory history of rank %s: %s", world.rank, failed)
         return None
-    return MemoryHistory(rank=world.rank, path=directory / f"{PROFILE}/{name}").of_attempt(world.attempt)
+    path = directory / f"{PROFILE}/{name}"
+    text = f"rank {world.rank} ran out of memory; its last allocations are in {path}: open it on pytorch.org/memory_viz"
+    return Notice(attempt=world.attempt, event="memory_history", text=text, rank=world.rank, path=path)

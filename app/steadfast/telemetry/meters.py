@@ -64,6 +64,9 @@ class Meters:
     def __init__(self, flops_per_sample: float | None = None, peak_flops_total: float | None = None) -> None:
         self._flops_per_sample = flops_per_sample  # of forward and backward
         self._peak_flops_total = peak_flops_total  # FLOP/s of all workers together
+        self._begin()
+
+    def _begin(self) -> None:
         self._seconds: list[float] = []  # duration of each step since the last log line
         self._data_s = 0.0
         self._num_samples = 0
@@ -99,10 +102,7 @@ class Meters:
         mfu = None
         if self._flops_per_sample and self._peak_flops_total:
             mfu = samples_per_s * self._flops_per_sample / self._peak_flops_total
-        self._seconds.clear()
-        self._data_s = 0.0
-        self._num_samples = 0
-        self._num_units = 0
+        self._begin()
         return {
             "step_ms": step_s * 1e3,
             "data_wait": data_wait,

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from steadfast.config import ProfileConfig
 from steadfast.run.directory import PROFILE, RunDirectory
-from steadfast.run.events import Profile
+from steadfast.run.events import Notice
 from steadfast.telemetry.spool import Spool
 from steadfast.world.runtime import World
 
@@ -24,7 +24,6 @@ class Profiler:
         self._world = world
         self._device = device
         self._profile: profile | None = None
-        self._num_left = 0  # number of recordings that are still to be written
         self._step = 0
 
     def begin(self, step: int) -> None:
@@ -33,31 +32,28 @@ class Profiler:
         if not config.active or self._world.rank not in config.ranks:
             return
         self._step = step
-        self._num_left = config.repeat
+        self._is_over = False
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities,
-            schedule=schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=config.repeat),
+            # The profiler is slow in its first step, so the record of that step is discarded.
+            schedule=schedule(wait=config.wait, warmup=1, active=config.active, repeat=1),
             on_trace_ready=self._write,
-            record_shapes=config.shapes,
-            with_stack=config.stack,
-            profile_memory=config.memory,
-            with_flops=config.flops,
         )
-        self._written: list[Profile] = []
+        self._written: list[Notice] = []
         self._profile.start()
 
-    def step(self, step: int) -> list[Profile]:
-        """Record that a step has ended. Return the recordings that it completed."""
+    def step(self, step: int) -> list[Notice]:
+        """Record that a step has ended. Return the recording that it completed, if any."""
         if self._profile is None:
             return []
         self._step = step
         self._profile.step()
         written, self._written = self._written, []
-        # After its last recording torch's profiler would still cost time in each step.
-        if self._num_left == 0:
+        # After its recording torch's profiler would still cost time in each step.
+        if self._is_over:
             self.close()
         return written
 
@@ -74,7 +70,7 @@ class Profiler:
         name = f"attempt-{self._world.attempt}-rank-{self._world.rank}-step-{self._step}"
         by = f"self_{self._device.type}_time_total"
         table = recorded.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=40)
-        self._num_left -= 1
+        self._is_over = True
         try:
             spool = Spool(self._directory.store, PROFILE)
             spool.path.mkdir(parents=True, exist_ok=True)
@@ -86,4 +82,7 @@ class Profiler:
             _log.warning("cannot write the profile of step %s, training goes on: %s", self._step, error)
             return
         path = self._directory / f"{PROFILE}/{name}.pt.trace.json"
-        self._written.append(Profile(rank=self._world.rank, step=self._step, path=path, table=table))
+        rank, step = self._world.rank, self._step
+        text = f"profile of rank {rank} up to step {step} is in {path}: open it in Perfetto or TensorBoard; "
+        text += f"operators by the time that each itself took:\n{table}"
+        self._written.append(Notice(event="profile", text=text, rank=rank, step=step, path=path, table=table))

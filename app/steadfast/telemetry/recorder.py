@@ -35,7 +35,7 @@ from steadfast.telemetry.profiler import Profiler
 from steadfast.telemetry.startup import StartupTimer
 from steadfast.telemetry.throughput import total_peak_flops
 from steadfast.telemetry.trackers import Trackers, build_trackers
-from steadfast.units import plural
+from steadfast.units import in_ranges, plural
 from steadfast.world.control import StepResult
 from steadfast.world.device import variables_kept
 from steadfast.world.runtime import Outcome, Runtime, World
@@ -121,7 +121,8 @@ class Recorder:
         for step, values in early:
             self._trackers.log(step, values)
         for step, why in restored.damaged.items():
-            self._publish(events.CheckpointQuarantined(step=step, error=why))
+            text = f"checkpoint at step {step} is damaged and will not be used: {why}"
+            self._publish(events.Notice(event="checkpoint_quarantined", text=text, step=step, error=why))
         for step, why in snapshots.damaged.items():
             self._notify(f"the snapshot of step {step} is damaged and will not be used: {why}")
         if restored.source == "start":
@@ -159,8 +160,9 @@ class Recorder:
                 f"run.deterministic keeps {', '.join(kept)} of the environment; results may differ between runs"
             )
         if uncompiled := self._worker.uncompiled:
-            reason = next(iter(uncompiled.values()))
-            self._publish(events.NotCompiled(ranks=tuple(uncompiled), reason=reason))
+            ranks, reason = list(uncompiled), next(iter(uncompiled.values()))
+            text = f"compile=blocks: layers run uncompiled on {in_ranges('rank', ranks)}: {reason}"
+            self._publish(events.Notice(event="not_compiled", text=text, ranks=ranks, reason=reason))
 
     def _tell_of_nothing_to_compare(self) -> None:
         kinds = self._worker.kinds
@@ -190,11 +192,6 @@ class Recorder:
             self._notify(text)
 
     def _tell_of_the_model(self) -> None:
-        if self._config.parallel.copies_model:
-            self._notify(
-                "parallel.kind=data_parallel copies the model to each GPU in every forward; ddp copies the model once "
-                "per worker"
-            )
         missing, unexpected = self._worker.loaded
         if missing or unexpected:
             names = ", ".join((*missing[:_NAMES], *unexpected[:_NAMES]))
@@ -396,7 +393,7 @@ class Recorder:
             norms = norms * (result.grad_norm / torch.linalg.vector_norm(norms))
             self._trackers.histogram(result.step, "train/gradient_norms", norms.tolist())
 
-    def snapshot(self, event: events.Snapshot | events.NoSnapshots | None) -> None:
+    def snapshot(self, event: events.Snapshot | events.Notice | None) -> None:
         """Publish the first snapshot, or the refusal of one, in this attempt.
 
         Later events of the same kind are dropped, because snapshots are frequent.

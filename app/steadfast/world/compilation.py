@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from steadfast.run.events import Event, GraphBreak, Recompiled
+from steadfast.run.events import Notice
 from steadfast.world.progress import Progress
 
 _progress: weakref.WeakSet[Progress] = weakref.WeakSet()  # of this process, which has only one
@@ -46,28 +46,30 @@ class CompilerNews:
 
     def __init__(self) -> None:
         self._last_us = 0  # start of the last compilation that was examined
-        self._told: set[GraphBreak] = set()
+        self._told: set[tuple[str, str]] = set()
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[Notice]:
         """Return new graph breaks and recompilations since the last call."""
         return [*self._new_breaks(), *self._recompiled()]
 
-    def _new_breaks(self) -> list[GraphBreak]:
+    def _new_breaks(self) -> list[Notice]:
         from torch._dynamo.utils import graph_break_reasons
 
-        new: list[GraphBreak] = []
+        new: list[Notice] = []
         # Reading torch's list does not empty it, so breaks that are already told are in it again.
         for each in graph_break_reasons:
-            found = GraphBreak(place=_place(each.user_stack), reason=one_line(each.reason))
+            place, reason = found = (_place(each.user_stack), one_line(each.reason))
             if found not in self._told:
                 self._told.add(found)
-                new.append(found)
+                where = f", because of {place}" if place else ""
+                text = f"a layer is compiled in parts, which is slower{where}: {reason}"
+                new.append(Notice(event="graph_break", text=text, place=place, reason=reason))
         return new
 
-    def _recompiled(self) -> list[Recompiled]:
+    def _recompiled(self) -> list[Notice]:
         from torch._dynamo.utils import get_compilation_metrics
 
-        found: list[Recompiled] = []
+        found: list[Notice] = []
         last_us = self._last_us
         for each in get_compilation_metrics():  # the last 64, forwards and backwards
             began_us = each.start_time_us or 0
@@ -75,8 +77,11 @@ class CompilerNews:
             if began_us > last_us and each.recompile_reason:
                 # "0/0: tensor 'x' size mismatch at index 0. expected 4, actual 1  # the line of code"
                 reason = one_line(each.recompile_reason).partition(": ")[2].partition("  #")[0]
-                seconds = (each.duration_us or 0) / 1e6
-                found.append(Recompiled(function=each.co_name or "", seconds=round(seconds, 1), reason=reason))
+                seconds = round((each.duration_us or 0) / 1e6, 1)
+                function = each.co_name or ""
+                text = f"{function} was compiled again in {seconds} s: {reason}"
+                notice = Notice(event="recompiled", text=text, function=function, seconds=seconds, reason=reason)
+                found.append(notice)
         return found
 
 

@@ -158,8 +158,8 @@ def _refusal(status: Status) -> str:
     if not status.takes_requests and status.launcher == "ray":
         return f"{status.uri} is not running, so there is no worker to kill"
     return (
-        f"no worker of {status.uri} can be killed from here now. Under torchrun and with recovery.mode=restart, kill "
-        "the process of a worker on its machine"
+        f"no worker of {status.uri} can be killed from here now. Under torchrun, kill the process of a worker on "
+        "its machine"
     )
 
 

@@ -8,7 +8,6 @@ actor, waits for the actor's death, and requests another actor.
 # and shrinkage take the same path: a slot becomes empty or is filled. The controller never blocks, and Ray sees none of
 # these changes as a failure of the run.
 import contextlib
-import inspect
 import io
 import pickle
 import queue
@@ -38,8 +37,9 @@ from steadfast.backoff import delays
 from steadfast.errors import UsageError
 from steadfast.orchestration.messages import Leave
 from steadfast.orchestration.policies import Quarantine
-from steadfast.run.events import NodeQuarantined
+from steadfast.run.events import Notice
 from steadfast.run.interrupts import outlive_sigterm
+from steadfast.units import node_name
 
 _STEADY_S = 10.0  # a worker that lived longer is replaced at once
 _FIRST_DELAY_S = 0.5  # pause before a worker that died earlier is replaced; the pause grows with each early death
@@ -48,46 +48,11 @@ _SHUTDOWN_S = 5.0
 _ASK_S = 10.0
 _MOST_PENDING = 8  # slots that may wait for room at the same time; more if more than this are filled
 
-# Parameters of Ray's internal functions that this module overrides or calls.
-CONTRACT = {
-    WorkerGroup._start_impl: ["self", "worker_group_state_builder"],
-    WorkerGroup._poll_workers_and_collect_errors: ["self", "timeout"],
-    WorkerGroup._init_train_context: ["self", "workers", "sync_actor"],
-    WorkerGroup._get_worker_runtime_env: ["custom_runtime_env"],
-    WorkerGroup.shutdown: ["self"],
-    WorkerGroup.abort: ["self"],
-    ReplicaGroup.start_training: ["self", "worker_group_context"],
-    CheckpointManager.register_checkpoint: ["self", "training_report"],
-    ObjectRefWrapper.get: ["self"],
-    _TrainingReport.__init__: ["self", "checkpoint", "metrics", "validation"],
-}
-
 
 def coordinator_name(run_config: Any) -> str:
     """Return the actor name with which the controller finds a run's coordinator."""
     # Ray starts the controller, so the driver cannot pass the coordinator's handle to the controller.
     return f"coordinator of {run_config.storage_path}/{run_config.name}"
-
-
-def find_incompatibility() -> str | None:
-    """Return the first difference of Ray's internals from what slots expect.
-
-    The result is None if slots work with this version of Ray.
-    """
-    for function, expected in CONTRACT.items():
-        found = list(inspect.signature(function).parameters)
-        if found != expected:
-            return f"{function.__qualname__} takes {found}, expected {expected}"
-    overridden = (
-        (TrainController, "worker_group_cls"),
-        (data_parallel_trainer, "TrainController"),
-        (controller, "CheckpointManager"),
-        (scaling_policy, "TrainAutoscalingCoordinatorClient"),
-    )
-    for owner, name in overridden:
-        if not hasattr(owner, name):
-            return f"{owner.__name__} has no {name}"
-    return None
 
 
 class SlotWorker(RayTrainWorker):
@@ -229,7 +194,8 @@ class SlotWorkerGroup(WorkerGroup):
         else:
             avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
         if avoided:
-            self._coordinator.publish.remote(NodeQuarantined(node=node))
+            text = f"node {node_name(node)} gets no new workers for a while: its workers died early or computed wrongly"
+            self._coordinator.publish.remote(Notice(event="node_quarantined", text=text, node=node))
 
     def _has_computed_wrongly(self, node: str) -> bool:
         # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's

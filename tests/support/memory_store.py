@@ -1,4 +1,4 @@
-"""Store files in memory, for tests."""
+"""Store in memory: a twin of the stores on disks and in buckets, without their waits."""
 
 from collections.abc import Iterable
 
