@@ -53,7 +53,6 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     # A hook may have unfrozen parameters before, which a model that is built anew does not train.
     extend = partial(worker.train_as_stored, state=state, parallel=parallel) if worker.has_own_hooks else None
     restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots, extend)
-    worker.restore_requires_grad()
     world.progress.resume(restored.step)
     checkpoints.reserve(state)
 

@@ -43,7 +43,7 @@ def told(run: Drilled) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "loader",
-    [pytest.param(("data.num_workers=0",), marks=pytest.mark.slow), ("data.num_workers=2", "data.prefetch_factor=3")],
+    [pytest.param(("data.num_workers=0",), marks=pytest.mark.slow), ("data.num_workers=2",)],
 )
 def test_a_slow_worker_is_given_less_and_the_result_is_the_same(tmp_path: Path, loader: tuple[str, ...]) -> None:
     config = unequal(tmp_path, *loader)
@@ -160,7 +160,7 @@ def test_run_with_parts_equals_one_process_when_a_worker_dies(tmp_path: Path) ->
         (["parallel={kind: fsdp, shard_size: 2}"], [6, 2]),
         (["parallel={kind: fsdp, shard_size: 1, tensor_size: 2}"], [6, 2]),
         (["parallel={kind: fsdp, reshard_after_forward: false, reduce_every_microbatch: true}"], [3, 5]),
-        (["data.num_workers=2", "data.prefetch_factor=3"], [3, 5]),
+        (["data.num_workers=2"], [3, 5]),
         (["batch.global_size=17"], [3, 2]),  # a step of three microbatches, the last of one sample
         (["run.epochs=3", "batch.global_size=40"], [3, 4]),
         (["memory.activation_checkpointing=full", "parallel.kind=fsdp"], [3, 5]),

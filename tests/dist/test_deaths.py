@@ -44,8 +44,7 @@ def config_of(storage: Path, kind: str, *overrides: str) -> Config:
 def several_buckets() -> None:
     """Cut the small model's gradients into about nine buckets."""
     steadfast.parallel.buckets._FIRST_BYTES = 2048
-    steadfast.parallel.buckets._CAP_MB = 1
-    steadfast.parallel.buckets._MIB = 4096
+    steadfast.parallel.buckets._CAP_BYTES = 4096
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])

@@ -16,6 +16,7 @@ from steadfast.checkpoint.initial import build_initial
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config
 from steadfast.data import SampleOrder
+from steadfast.parallel.precision import LossScale
 from steadfast.run.directory import RunDirectory
 from steadfast.tasks import IGNORED, LanguageModeling, Sums
 from tests.support.claims import check_weights
@@ -132,8 +133,6 @@ def test_a_task_that_counts_no_number_is_named(tmp_path: Path) -> None:
         drill(config, worlds=[2])
 
 
-# So large that it overflows at once, and, divided by 1024 three times, again a few updates later.
-SCALE = "precision={kind: fp16, loss_scale: {initial: 1.0e+15, factor: 1024, window: 4}}"
 STEPS = 24
 TENSOR = "fsdp, tensor_size: 2"
 PARTS_IN_STAGES = "pipeline, tensor_size: 2"
@@ -143,9 +142,18 @@ def seldom(kind: str) -> Any:
     return pytest.param(kind, marks=pytest.mark.slow)
 
 
+def overflow_at_once() -> None:
+    """Begin with a scale that overflows, and, divided by 1024 three times, overflows again a few updates later."""
+    LossScale.initial, LossScale.factor, LossScale.window = 1e15, 1024.0, 4
+
+
+def drill_in_fp16(config: Config, **named: Any) -> Drilled:
+    return drill(config, patch=overflow_at_once, **named)
+
+
 def config_of(storage: Path, kind: str, *overrides: str) -> Config:
     words = ["model.attention_dropout=0"] if kind in (TENSOR, PARTS_IN_STAGES) else []
-    return small(storage, SCALE, f"parallel={{kind: {kind}}}", *words, f"run.steps={STEPS}", *overrides)
+    return small(storage, "precision.kind=fp16", f"parallel={{kind: {kind}}}", *words, f"run.steps={STEPS}", *overrides)
 
 
 def overflows(run: Drilled) -> list[int]:
@@ -163,7 +171,7 @@ def scale_of(config: Config) -> float:
 @pytest.mark.parametrize("kind", [*map(seldom, ("ddp", TENSOR, PARTS_IN_STAGES)), "fsdp", "pipeline"])
 def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
     config = config_of(tmp_path, kind, "run.steps=2")
-    run = drill(config, worlds=[4 if kind == PARTS_IN_STAGES else 2])
+    run = drill_in_fp16(config, worlds=[4 if kind == PARTS_IN_STAGES else 2])
     assert overflows(run) == [1, 2]
     assert run.summary["lost_steps"] == 0
     assert scale_of(config) == pytest.approx(1e15 / 1024**2)
@@ -177,12 +185,12 @@ def test_what_overflows_updates_nothing(tmp_path: Path, kind: str) -> None:
 )
 def test_the_scale_goes_on_over_resizes_and_a_resume(tmp_path: Path, kind: str) -> None:
     smallest, largest = (2, 4) if kind in ("pipeline", TENSOR) else (1, 3)
-    undisturbed = drill(config_of(tmp_path / "undisturbed", kind), worlds=[smallest])
+    undisturbed = drill_in_fp16(config_of(tmp_path / "undisturbed", kind), worlds=[smallest])
     expected = overflows(undisturbed)
     assert expected[:4] == [1, 2, 3, 8], "after four updates it grows, and overflows again"
     config = config_of(tmp_path, kind)
-    drill(config, worlds=[largest, 2, largest], leave_after=[5, 5], stop_after=4)
-    resumed = drill(config, worlds=[2])
+    drill_in_fp16(config, worlds=[largest, 2, largest], leave_after=[5, 5], stop_after=4)
+    resumed = drill_in_fp16(config, worlds=[2])
     assert overflows(resumed) == expected
     assert scale_of(config) == scale_of(config_of(tmp_path / "undisturbed", kind))
     losses = [line["loss"] for _, line in sorted(resumed.history.committed.items())]
@@ -191,5 +199,5 @@ def test_the_scale_goes_on_over_resizes_and_a_resume(tmp_path: Path, kind: str) 
 
 def test_a_run_in_fp32_goes_on_in_fp16(tmp_path: Path) -> None:
     drill(small(tmp_path, "precision.kind=fp32", "run.steps=3"), worlds=[2])
-    run = drill(config_of(tmp_path, "ddp"), worlds=[2])
+    run = drill_in_fp16(config_of(tmp_path, "ddp"), worlds=[2])
     assert overflows(run)[:2] == [4, 5]

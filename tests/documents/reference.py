@@ -15,9 +15,9 @@ _HEAD = """\
 Written by `make docs` from the sections in `app/steadfast/config`; change those, not this file. The command
 `steadfast config [SECTION ...]` prints the same as YAML that can be edited.
 
-Each part is a section of the file, or one key. Where it has several kinds, `kind` chooses one; `target` is a piece
-of your own code in its place. A key whose default is `...` must be given. A *period* is a count and a unit: `200
-steps`, `1 epoch`, `2.5 minutes`, `30 seconds`.
+Each part is a section of the file, or one key. Where it has several kinds, `kind` chooses one, and keys of every kind
+come first; `target` is a piece of your own code in its place. A key whose default is `...` must be given. A *period*
+is a count and a unit: `200 steps`, `1 epoch`, `2.5 minutes`, `30 seconds`.
 """
 _TABLE = ["| key | takes | default | meaning |", "|---|---|---|---|"]
 _WORDS = {"boolean": "true or false", "integer": "integer", "null": "null", "number": "number", "string": "text"}
@@ -43,12 +43,20 @@ def _chapter(key: str, annotation: Any, depth: int) -> Iterator[str]:
     yield from ["#" * depth + f" `{key}`", ""]
     kinds = kinds_in(annotation)
     within: dict[str, Any] = {}
+    common: list[str] = []
+    if len(kinds) > 1:
+        first, *others = (list(_rows(kind)) for kind in kinds)
+        common = [row for row in first if all(row in rows for rows in others)]
+    if common:
+        yield from ["#" * (depth + 1) + f" `{key}`, every kind", "", *_TABLE, *common, ""]
     for kind in kinds:
         if len(kinds) > 1:
             yield from ["#" * (depth + 1) + f" `{key}`, kind {_name(kind)}", ""]
         if docstring := vars(kind).get("__doc__"):
             yield from [" ".join(docstring.split()), ""]
-        yield from _table(kind)
+        rows = [row for row in _rows(kind) if row not in common]
+        if rows:
+            yield from [*_TABLE, *rows, ""]
         for name, field in kind.model_fields.items():
             if kinds_in(field.annotation):
                 within[f"{key}.{name}"] = field.annotation
@@ -58,12 +66,6 @@ def _chapter(key: str, annotation: Any, depth: int) -> Iterator[str]:
 
 def _name(kind: type[Section]) -> str:
     return str(get_args(kind.model_fields["kind"].annotation)[0])
-
-
-def _table(kind: type[Section]) -> Iterator[str]:
-    rows = list(_rows(kind))
-    if rows:
-        yield from [*_TABLE, *rows, ""]
 
 
 def _rows(kind: type[Section]) -> Iterator[str]:

@@ -34,7 +34,7 @@ def train(config: Config) -> None:
     """Two steps of two microbatches, as a worker makes them."""
     model = build_model(config.model).train()
     optimizer = build_optimizer(config.optimizer, model)
-    buckets = GradientBuckets.of(model, None)
+    buckets = GradientBuckets.of(model)
     task = build_task(config.task)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     for _ in range(2):

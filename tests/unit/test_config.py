@@ -128,6 +128,8 @@ BAD = [
      "3: compile: must be none with parallel.tensor_size and memory.activation_checkpointing: torch.compile cannot "
      "save a device mesh"),
     ("recovery: {stall_s: 3}", "1: recovery.stall_s: unknown key; the key is called recovery.hang_limit_s now"),
+    ("parallel: {bucket_cap_mb: 50}", "1: parallel.bucket_cap_mb: unknown key; the key was removed, and its value"),
+    ("trackers: [{kind: wandb, tags: a}]", "1: trackers.0.tags: unknown key; the key was removed. Set WANDB_TAGS"),
     ("audit: {recompute: 5 steps}", "1: audit: unknown key; the key audit.recompute is called recompute.every"),
     ("run: {deterministic: true}\nrecompute: {every: 5 minutes}", '2: recompute.every: must be in steps, such as "100 '
      'steps", because all workers must check the same steps, found "5 minutes"'),

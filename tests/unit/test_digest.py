@@ -72,7 +72,7 @@ def test_numbers_that_change_places_change_it_also_across_chunks_and_tensors(mon
 
 def test_that_of_buckets_is_of_all_gradients_of_a_model() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    buckets = GradientBuckets.of(model, cap_mb=1)
+    buckets = GradientBuckets.of(model)
     zero = int(buckets.digest())
     model(torch.ones(2, 3)).sum().backward()
     before = int(buckets.digest())

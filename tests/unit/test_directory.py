@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from steadfast.errors import StorageError
+from steadfast.errors import ConfigError, StorageError
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import LocalStore
 
@@ -38,3 +38,18 @@ def test_stored_configuration_with_renamed_and_removed_keys_is_read(tmp_path: Pa
     assert config is not None
     assert config.recovery.hang_limit_s == 7
     assert str(config.recompute.every) == "5 steps"
+
+
+def test_stored_configuration_with_another_value_of_a_removed_key_that_changes_results_is_refused(
+    tmp_path: Path,
+) -> None:
+    written = "run: {seed: 7}\ndata: {prefetch_factor: 3}\ntrackers: [{kind: wandb, tags: [], mode: auto}]\n"
+    (tmp_path / "config.yaml").write_text(written + "schedule: {kind: one_cycle, rising_fraction: 0.3}\n")
+    config = RunDirectory(LocalStore(tmp_path)).stored_config()
+    assert config is not None
+    assert config.run.seed == 7
+    (tmp_path / "config.yaml").write_text(written + "schedule: {kind: one_cycle, rising_fraction: 0.4}\n")
+    with pytest.raises(
+        ConfigError, match=r"4: schedule.rising_fraction: unknown key; the key was removed, .* always 0.3"
+    ):
+        RunDirectory(LocalStore(tmp_path)).stored_config()

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from steadfast.config import parse_config
 from steadfast.config.schema import PrecisionConfig
-from steadfast.parallel.precision import Precision, build_precision
+from steadfast.parallel.precision import LossScale, Precision, build_precision
 from steadfast.world.device import Gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 L4, T4 = Gpu("NVIDIA L4", True), Gpu("Tesla T4", False)
 
 
-def test_it_shrinks_and_grows_as_gradscaler_does() -> None:
-    config = parse_config("precision: {kind: fp16, loss_scale: {initial: 1024, factor: 2, window: 3}}")
-    precision = build_precision(config.precision, CPU)
+def test_it_shrinks_and_grows_as_gradscaler_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossScale, "initial", 1024.0)
+    monkeypatch.setattr(LossScale, "window", 3)
+    precision = build_precision(PrecisionConfig(kind="fp16"), CPU)
     weight, same = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     ours, theirs = torch.optim.SGD([weight], 0.1), torch.optim.SGD([same], 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -36,9 +36,9 @@ def test_it_shrinks_and_grows_as_gradscaler_does() -> None:
         assert weight.isfinite()
 
 
-def test_at_a_scale_of_one_what_is_not_finite_is_no_overflow() -> None:
-    config = parse_config("precision: {kind: fp16, loss_scale: {initial: 4, factor: 2}}")
-    precision = build_precision(config.precision, CPU)
+def test_at_a_scale_of_one_what_is_not_finite_is_no_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LossScale, "initial", 4.0)
+    precision = build_precision(PrecisionConfig(kind="fp16"), CPU)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     found = [precision.update(optimizer, torch.tensor(math.nan)) for _ in range(3)]
     assert found == [True, True, False]

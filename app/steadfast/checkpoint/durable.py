@@ -230,10 +230,9 @@ class Checkpoints:
         if self.world.in_first_replica:
             self.stage(step, state, metrics)
         elif self.compares:
-            shards = shards_to_write(state, self.world)
-            digests = digests_of((shard.name, shard.tensor) for shard in shards)
+            digests = list(self._digests(state).values())
             with contextlib.suppress(Dropped):  # training notices by itself that the attempt has ended
-                self._tell(_DIGESTS, step, json.dumps([step, self._kind, list(digests.values())]))
+                self._tell(_DIGESTS, step, json.dumps([step, self._kind, digests]))
 
     def stage(self, step: int, state: State, metrics: dict[str, float]) -> None:
         """Copy the state and start its write, without a collective.
@@ -249,8 +248,7 @@ class Checkpoints:
         The result is None if all ranks that hold the same tensors on processors of the same kind hold equal ones.
         """
         world = self.world
-        own = self._kind, digests_of((shard.name, shard.tensor) for shard in shards_to_write(state, world))
-        found = gather_objects(own, world.groups.control)
+        found = gather_objects((self._kind, self._digests(state)), world.groups.control)
         peers: dict[tuple[int, str], list[int]] = {}  # by their part of the model and the kind of their processor
         for rank, (kind, _) in enumerate(found):
             peers.setdefault((rank % world.replica_size, kind), []).append(rank)
@@ -263,6 +261,9 @@ class Checkpoints:
                 if len(by_digest) > 1:
                     return name, by_digest
         return None
+
+    def _digests(self, state: State) -> dict[str, int]:
+        return digests_of((shard.name, shard.tensor) for shard in shards_to_write(state, self.world))
 
     def reserve(self, state: State) -> None:
         """Allocate the host memory of checkpoints, on another thread.

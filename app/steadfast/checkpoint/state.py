@@ -80,10 +80,14 @@ class RequiresGrad:
         self._flags = torch.zeros(len(self._params), dtype=torch.uint8, device=device)
 
     def state_dict(self) -> Tensors:
-        self._flags.copy_(torch.tensor([param.requires_grad for param in self._params], dtype=torch.uint8))
+        self.refresh()
         return {"flags": self._flags}
 
-    def apply(self) -> None:
+    def refresh(self) -> None:
+        """Read the flags of the parameters."""
+        self._flags.copy_(torch.tensor([param.requires_grad for param in self._params], dtype=torch.uint8))
+
+    def load_copies(self) -> None:
         """Give the restored flags to the parameters."""
         for param, flag in zip(self._params, self._flags.tolist(), strict=True):
             param.requires_grad_(bool(flag))
@@ -101,9 +105,7 @@ class NamedOptimizer:
 
     def state_dict(self) -> Tensors:
         _materialize(self._optimizer)
-        names: dict[Tensor, str] = {}
-        for name, parameter in self._model.named_parameters():
-            names[parameter] = name
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         return {names[parameter]: tensors for parameter, tensors in self._optimizer.state.items()}
 
     def adopt(self, state: Tensors) -> None:
@@ -166,13 +168,13 @@ class HeldState:
     def __init__(self) -> None:
         self.step: int | None = 0  # 0 for the initial state, None while the state is incomplete
         self.untouched = True  # nothing was written since the model was built
-        self.model: ModelState | None = None  # whose tensors are restored
+        self.copied: list[ModelState | RequiresGrad] = []  # parts whose tensors may be copies
 
     def begin_anew(self, lacks_weights: bool) -> None:
         """Record a new model, which is complete unless weights are still missing."""
         self.step = None if lacks_weights else 0
         self.untouched = True
-        self.model = None
+        self.copied = []
 
     def complete(self, step: int) -> None:
         """Record that the state is complete and belongs to `step`."""
@@ -181,9 +183,14 @@ class HeldState:
 
     def fill(self, step: int) -> None:
         """Record that the tensors of the state were filled with those of `step`."""
-        if self.model is not None:
-            self.model.load_copies()
+        for part in self.copied:
+            part.load_copies()
         self.complete(step)
+
+    def refresh(self) -> None:
+        """Copy the current values into all tensors of the state that are copies."""
+        for part in self.copied:
+            part.refresh()
 
     def begin_overwriting(self) -> None:
         """Record that the state is about to be overwritten."""
@@ -289,9 +296,7 @@ def base_sha256(model: nn.Module) -> str:
     if not frozen:
         return ""
     # The bytes alone would be equal for a matrix and for its flattened form.
-    layout = []
-    for name in sorted(frozen):
-        layout.append((name, str(frozen[name].dtype), tuple(frozen[name].shape)))
+    layout = [(name, str(frozen[name].dtype), tuple(frozen[name].shape)) for name in sorted(frozen)]
     return hashlib.sha256(f"{layout} {sha256(frozen)}".encode()).hexdigest()
 
 

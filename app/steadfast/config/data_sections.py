@@ -20,11 +20,9 @@ class LoaderConfig(Section):
     """
 
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
-    """loader processes of each worker; 0 loads samples in the worker itself; auto is 0 on a CPU and 2 on a GPU, or 1 if
+    """loader processes of each worker; 0 loads samples in the worker itself; each prepares two microbatches
+    ahead; auto is 0 on a CPU and 2 on a GPU, or 1 if
     the machine has fewer than three cores per GPU. Raise it if `data wait` is high"""
-    prefetch_factor: PositiveInt = 2
-    """number of microbatches that each loader process prepares ahead. Raise it if the time to read a sample varies
-    much"""
 
 
 class TextSource(Section):
@@ -201,8 +199,8 @@ class DataConfig(LoaderConfig):
     dataset; or a function of the user's own, `steadfast.data.order.Order` (a class, or a function with args, is called
     first and returns that function). Unless shuffled, the last samples of the dataset are held out"""
     validation_fraction: Fraction = 0.1
-    """share of the samples held out of training for validation, from 0 to below 1; if the order is shuffled, run.seed
-    selects the samples"""
+    """share of the samples (of each source) held out of training for validation, from 0 to below 1; if the order is
+    shuffled, run.seed selects the samples"""
     validation: AnyValidation | None = None
     """data for validation, instead of the held-out share of the training data. If data.validation and data have
     the same kind, context_length, image_size and end_token default to those of data. data.collate applies to training
@@ -266,8 +264,6 @@ class MixtureData(SamplesConfig, MixtureSource):
 
     order: Literal["shuffled"] = "shuffled"
     """always shuffled: the sources take turns by their weights. `order` of a source sets the order of its samples"""
-    validation_fraction: Fraction = 0.1
-    """share of each source's samples held out of training for validation, from 0 to below 1"""
 
 
 class TargetData(SamplesConfig, Target):

@@ -26,6 +26,15 @@ UNION_MEMBERS = ("literal['auto']", "bool", "constrained-int", *BALANCES, *ORDER
 # Former names of keys. A file that a user gives is refused with the new name; the configuration in a run directory is
 # read.
 _RENAMED = {"recovery.stall_s": "recovery.hang_limit_s", "audit.recompute": "recompute.every"}
+# Removed keys with the value that every run has now. A run directory with another value is refused, because the run
+# would go on with other results.
+_ALWAYS: dict[str, Any] = {
+    "parallel.bucket_cap_mb": None,
+    "precision.loss_scale": {"initial": 65536.0, "factor": 2.0, "window": 2000},
+    "schedule.rising_fraction": 0.3,
+    "schedule.start_divisor": 25.0,
+    "schedule.end_divisor": 1e4,
+}
 # Removed keys. A file that a user gives is refused with what to do instead; in the configuration in a run directory
 # they are ignored.
 _OWN_PROFILER = "the key was removed. A hook of your own may run torch.profiler with any of its arguments"
@@ -33,6 +42,10 @@ _REMOVED = {
     "recovery.mode": "the key was removed, because surviving workers always keep running. Leave it out",
     "profile.flight_recorder": "the key was removed. Set TORCH_FR_BUFFER_SIZE in cluster.env",
     **{f"profile.{key}": _OWN_PROFILER for key in ("warmup", "repeat", "shapes", "stack", "memory", "flops")},
+    **{key: f"the key was removed, and its value is always {json.dumps(value)}" for key, value in _ALWAYS.items()},
+    "data.prefetch_factor": "the key was removed. Raise data.num_workers to read more samples ahead",
+    "trackers.tags": "the key was removed. Set WANDB_TAGS",
+    "trackers.mode": "the key was removed. Set WANDB_MODE",
 }
 # Keys of other trainers that this schema lacks. The nearest valid name would be misleading, so the error names the
 # equivalent instead.
@@ -124,10 +137,7 @@ def _validated(tree: dict[str, Any], document: Document) -> Config:
 
 
 def _read_former_keys(tree: dict[str, Any]) -> None:
-    for removed in _REMOVED:
-        section, key = removed.split(".")
-        if isinstance(tree.get(section), dict):
-            tree[section].pop(key, None)
+    _drop_removed_keys(tree)
     for former, name in _RENAMED.items():
         former_section, former_key = former.split(".")
         section, key = name.split(".")
@@ -136,6 +146,19 @@ def _read_former_keys(tree: dict[str, Any]) -> None:
             tree.setdefault(section, {})[key] = values.pop(former_key)
             if not values:
                 del tree[former_section]
+
+
+def _drop_removed_keys(value: Any, section: str = "") -> None:
+    if isinstance(value, list):
+        for item in value:
+            _drop_removed_keys(item, section)
+    elif isinstance(value, dict):
+        for key, part in list(value.items()):
+            name = f"{section}{key}"
+            if name in _REMOVED and part == _ALWAYS.get(name, part):
+                del value[key]
+            else:
+                _drop_removed_keys(part, f"{name}.")
 
 
 def dump_config(config: Config) -> str:
@@ -224,7 +247,7 @@ def _shortened(value: Any) -> str:
 
 def _instead(path: Keys) -> str:
     """Return what to use instead of an unknown key, "" if there is nothing."""
-    known = _INSTEAD.get(".".join(path))
+    known = _INSTEAD.get(".".join(key for key in path if not key.isdecimal()))
     if known is None:
         return ""
     return f"; {known}"

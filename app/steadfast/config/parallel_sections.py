@@ -64,9 +64,6 @@ class DdpConfig(ParallelSection):
     reducer: Literal["steadfast", "torch"] = "steadfast"
     """code that sums gradients over workers: steadfast, or torch for its DistributedDataParallel, which runs
     communication hooks of the user's own"""
-    bucket_cap_mb: PositiveInt | None = None
-    """size of a gradient bucket in MB; null is 25, with a smaller first bucket. Larger buckets need fewer collectives,
-    and smaller ones overlap more of the backward"""
 
 
 class TensorSection(ParallelSection):

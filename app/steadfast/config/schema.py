@@ -420,34 +420,16 @@ class StepConfig(Section):
 
 
 class OneCycleConfig(Section):
-    """torch's OneCycleLR, without its changes of momentum."""
+    """torch's OneCycleLR with its defaults, without its changes of momentum."""
 
     kind: Literal["one_cycle"] = "one_cycle"
-    rising_fraction: Fraction = 0.3
-    """share of the run's steps in which the learning rate rises to optimizer.lr"""
-    start_divisor: PositiveFloat = 25.0
-    """divisor of optimizer.lr that gives the learning rate of the first step"""
-    end_divisor: PositiveFloat = 1e4
-    """divisor of the first step's learning rate that gives that of the last step"""
-
-
-# One number, or several of which each new world takes one.
-class LossScaleConfig(Section):
-    initial: PositiveFloat = 65536.0
-    """factor of the loss at the start, which keeps small gradients above zero; gradients are divided by the same
-    factor. Lower it if the first steps overflow"""
-    factor: Annotated[float, Field(gt=1)] = 2.0
-    """divisor of the loss scale after an overflow, and its factor after `window` updates without an overflow"""
-    window: PositiveInt = 2000
-    """number of updates without an overflow after which the loss scale rises. Raise it if overflows are frequent"""
 
 
 class PrecisionConfig(Section):
     kind: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """dtype of the computation: auto is bf16 if the GPUs of all workers support it in hardware, else fp32; fp16
-    is for GPUs without bf16"""
-    loss_scale: LossScaleConfig = LossScaleConfig()
-    """loss scale of fp16: a step with overflowing gradients changes no weights on any rank, and lowers the scale"""
+    """dtype of the computation: auto is bf16 if the GPUs of all workers support it in hardware, else fp32; fp16 is for
+    GPUs without bf16, and scales the loss as torch.amp.GradScaler does: a step with overflowing gradients changes no
+    weights on any rank, and lowers the scale"""
     tf32: bool = False
     """compute fp32 products and convolutions on tensor cores, with 10 bits of the factors' 23; faster and less
     precise"""
@@ -582,7 +564,9 @@ class TensorBoardConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases.
 
-    All attempts and resumes of a run are one run there; its id is in `wandb/run.json`.
+    All attempts and resumes of a run are one run there; its id is in `wandb/run.json`. Without WANDB_MODE the run is
+    online if there is an API key, in WANDB_API_KEY or from `wandb login`, and else offline: `wandb sync` uploads its
+    files as one run.
     """
 
     kind: Literal["wandb"] = "wandb"
@@ -590,11 +574,6 @@ class WandbConfig(Section):
     """W&B project of the run"""
     entity: Text | None = None
     """W&B user or team of the run; null for the default of the API key"""
-    tags: Texts = ()
-    """tags of the run, for searching"""
-    mode: Literal["auto", "online", "offline"] = "auto"
-    """online or offline; offline writes files that `wandb sync` uploads as one run; auto takes WANDB_MODE, else is
-    online if there is an API key, in WANDB_API_KEY or from `wandb login`"""
 
 
 class MlflowConfig(Section):

@@ -21,7 +21,7 @@ from steadfast.data.batches import Batch, Leaf, Rows, convert, layout_of, stack,
 from steadfast.data.copies import StreamCopies
 from steadfast.data.datasets import Collate, Dataset, build_collate, build_validation
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, sample_keys
-from steadfast.data.processes import options_of_processes
+from steadfast.data.processes import PREFETCHED, options_of_processes
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import DataError, as_exception
 from steadfast.plan import Microbatch
@@ -82,8 +82,8 @@ class Loader:
         on_gpu = device.type == "cuda"
         num_workers = num_loader_processes(config, on_gpu)
         # One DataLoader serves all attempts, because starting its processes again would take seconds in each attempt.
-        self._loader = _data_loader(self._train, self._sampler, num_workers, config.prefetch_factor, on_gpu)
-        self.num_ahead = num_workers * config.prefetch_factor  # microbatches that are read in advance
+        self._loader = _data_loader(self._train, self._sampler, num_workers, on_gpu)
+        self.num_ahead = num_workers * PREFETCHED  # microbatches that are read in advance
         # Without loader processes and pinned memory a DataLoader only adds 0.1 ms per microbatch.
         self._in_place = not on_gpu and not num_workers
 
@@ -344,7 +344,7 @@ def num_loader_processes(config: LoaderConfig, on_gpu: bool) -> int:
 
 
 def _data_loader(
-    dataset: _Microbatches, sampler: _Sampler, num_workers: int, prefetch_factor: int, pin_memory: bool
+    dataset: _Microbatches, sampler: _Sampler, num_workers: int, pin_memory: bool
 ) -> DataLoader[Fetched | DataError]:
     return DataLoader(
         dataset,  # type: ignore[arg-type]  # a DataLoader needs only __getitem__
@@ -356,7 +356,7 @@ def _data_loader(
         pin_memory=pin_memory,
         # A DataLoader draws from the global generator at each start unless it has a generator of its own.
         generator=torch.Generator(),
-        **options_of_processes(num_workers, prefetch_factor),
+        **options_of_processes(num_workers),
     )
 
 

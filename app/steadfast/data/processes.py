@@ -8,8 +8,10 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+PREFETCHED = 2  # microbatches that each process reads ahead
 
-def options_of_processes(num_workers: int, prefetch_factor: int) -> dict[str, Any]:
+
+def options_of_processes(num_workers: int) -> dict[str, Any]:
     """Return a DataLoader's options for its processes.
 
     The processes ignore SIGTERM unless the worker itself sends the signal.
@@ -23,7 +25,7 @@ def options_of_processes(num_workers: int, prefetch_factor: int) -> dict[str, An
     return {
         "multiprocessing_context": context,
         "persistent_workers": True,
-        "prefetch_factor": prefetch_factor,
+        "prefetch_factor": PREFETCHED,
         "worker_init_fn": partial(_end_by, os.getpid()),
     }
 

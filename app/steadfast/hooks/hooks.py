@@ -46,21 +46,19 @@ class Hooks:
             # A hook is named by its class rather than by its index, so that its state is found after another hook was
             # inserted before it.
             number = 1 + sum(own == each.rstrip("0123456789") for each in self._hooks)
-            name = own if number == 1 else f"{own}{number}"
-            while name in self._hooks or name == _COMMON:  # a class may be called like the second hook of another
+            # A class may be called like the second hook of another.
+            while (name := own if number == 1 else f"{own}{number}") in (*self._hooks, _COMMON):
                 number += 1
-                name = f"{own}{number}"
             self._hooks[name] = hook
             self._validated[name] = -1
-        deciding = [method for method in _DECIDING if any(_decides(hook, method) for hook in self._hooks.values())]
+        deciding = [method for method in _DECIDING if any(_has_own(hook, method) for hook in self._hooks.values())]
         # A restored decision is agreed on at the start.
         self._deciding = {"on_start", *deciding} if deciding else set()
 
     @property
     def acts_on_steps(self) -> bool:
         """Return whether a hook of the user's own has a method `on_step`."""
-        methods = [getattr(hook, "on_step", None) for hook in self._hooks.values()]
-        return any(getattr(each, "__func__", each) not in (None, Hook.on_step, Ema.on_step) for each in methods)
+        return any(_has_own(hook, "on_step") for hook in self._hooks.values())
 
     def setup(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give model and optimizer to every hook, in the first call only."""
@@ -203,11 +201,11 @@ class Hooks:
         return torch.tensor(value, dtype=dtype, device=self._device)
 
 
-def _decides(hook: Any, method: str) -> bool:
-    """Return whether a hook may end the run in this method."""
+def _has_own(hook: Any, method: str) -> bool:
+    """Return whether a hook does something in this method that may end the run or read gradients."""
     # A class derived from `Hook` has all methods, most of which do nothing.
-    inherited = getattr(type(hook), method, None) is getattr(Hook, method)
-    return hasattr(hook, method) and not inherited and not isinstance(hook, Ema)
+    own = getattr(hook, method, None)
+    return type(hook) is not Ema and own is not None and getattr(own, "__func__", own) is not getattr(Hook, method)
 
 
 def _build(config: HookConfig, key: str) -> Any:

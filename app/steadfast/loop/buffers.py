@@ -96,10 +96,8 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._all: list[Any] = []
-        for module in model.modules():
-            if isinstance(module, _WITH_STATISTICS) and module.running_mean is not None:
-                self._all.append(module)
+        found = (module for module in model.modules() if isinstance(module, _WITH_STATISTICS))
+        self._all: list[Any] = [module for module in found if module.running_mean is not None]
         self._counts: dict[nn.Module, int] = {}  # microbatches before this step, of layers without a momentum
         self._layers: list[Any] = []  # layers in training mode: the user may have put some into evaluation mode
         self._num_microbatches = 0
@@ -107,8 +105,6 @@ class RunningStatistics:
         self._before: list[Tensor] = []  # values of `_running` before this step
         self._moved: list[Tensor] = []  # this rank's part of the sum
         self._shares: list[_Shares] = []  # one for each tensor of `_running`
-        self._kept_by_one: list[float] = []
-        self._kept_by_all: list[float] = []
         self._tracked: list[Tensor] = []
         self._tracked_before: list[Tensor] = []
         self._flat: Tensor
@@ -121,19 +117,14 @@ class RunningStatistics:
         """
         self._layers = [layer for layer in self._all if layer.training]
         self._num_microbatches = num_microbatches
-        for each in (self._running, self._moved, self._tracked, self._shares, self._kept_by_one, self._kept_by_all):
-            each.clear()
+        self._running, self._shares = [], []
         for layer in self._layers:
             if layer.momentum is None and layer not in self._counts:
                 self._counts[layer] = int(layer.num_batches_tracked)
-            self._tracked.append(layer.num_batches_tracked)
-            shares = _shares(layer.momentum, self._counts.get(layer, 0), num_microbatches)
-            for running in (layer.running_mean, layer.running_var):
-                self._running.append(running)
-                self._moved.append(torch.zeros_like(running))
-                self._shares.append(shares)
-                self._kept_by_one.append(shares.of_one)
-                self._kept_by_all.append(shares.of_all)
+            self._running += [layer.running_mean, layer.running_var]
+            self._shares += 2 * [_shares(layer.momentum, self._counts.get(layer, 0), num_microbatches)]
+        self._tracked = [layer.num_batches_tracked for layer in self._layers]
+        self._moved = list(map(torch.zeros_like, self._running))
         self._before = list(map(torch.clone, self._running))
         self._tracked_before = list(map(torch.clone, self._tracked))
 
@@ -144,7 +135,7 @@ class RunningStatistics:
             share: part of the microbatch's samples in this forward; the statistics of several parts are averaged.
         """
         if self._layers and microbatch.weight:  # a pad, of weight 0, does not count
-            kept = torch._foreach_mul(self._before, self._kept_by_one)
+            kept = torch._foreach_mul(self._before, [shares.of_one for shares in self._shares])
             moved = torch._foreach_sub(self._running, kept)  # m s
             torch._foreach_mul_(moved, [share * shares.of_each[microbatch.index] for shares in self._shares])
             torch._foreach_add_(self._moved, moved)
@@ -168,7 +159,7 @@ class RunningStatistics:
         """Apply a step's update to the running statistics, once the step has passed the gate."""
         if not self._layers:
             return
-        torch._foreach_mul_(self._running, self._kept_by_all)
+        torch._foreach_mul_(self._running, [shares.of_all for shares in self._shares])
         torch._foreach_add_(self._running, list(self._flat.split(list(map(len, self._running)))))
         torch._foreach_add_(self._tracked, self._num_microbatches)
         for layer in self._layers:
@@ -199,8 +190,7 @@ class StepBuffers:
         # Those that a step may change.
         self._watched = {name: at for name, at in self._places.items() if at.kind != "parameter" or name in known}
         self._changing: tuple[str, ...] | None = None  # the same on all ranks; None before the attempt's first step
-        self._versions: dict[str, int] = {}
-        self._before: dict[str, object] | None = None  # values before a process's first step
+        self._before: dict[str, object] | None = None  # versions and values before an attempt's first step
         self._lost: set[str] = set()  # parameters that were written while they were gathered
 
     @property
@@ -220,17 +210,16 @@ class StepBuffers:
         undo = self._kept()
         with ExitStack() as stack:
             if self._effects.changing is None:
-                self._before = self._values()
                 self._lost = stack.enter_context(gathered_writes(self._model))
             if self._changing is None:
-                self._versions = {name: place.tensor._version for name, place in self._watched.items()}
+                self._before = self._values()
             self._statistics.begin(num_microbatches)
             try:
                 yield
             except BaseException:
                 restore(undo)
                 # To put back parameters that only this step has shown to change, it would need a copy of all.
-                if any(name in self._places for name in self._changed()):
+                if any(name in self._places and name not in self._watched for name in self._changed()):
                     self._worker.forget(copies=False)
                 raise
             finally:
@@ -248,17 +237,22 @@ class StepBuffers:
         return undo
 
     def _values(self) -> dict[str, object]:
+        """Return the versions of tensors that may change, and in the process's first step the values of all state."""
+        # A written value may be equal now, for example that of a running maximum, and differ after a later step.
+        versions: dict[str, object] = {name: place.tensor._version for name, place in self._watched.items()}
+        if self._effects.changing is not None:
+            return versions
         shards = {name: int(digest([local(param)])) for name, param in self._shards.items()}
-        return values_of(self._model, self._worker.task) | shards
+        return values_of(self._model, self._worker.task) | shards | versions
 
     def _changed(self) -> list[str]:
-        """Return what the process's first step has changed, tensors of checkpoints by their names."""
+        """Return what the attempt's first step has changed, tensors of checkpoints by their names."""
         if self._before is None:
             return []
         after, prefix = self._values(), f"{name_of(self._model)}."
         names = {f"{prefix}{name}": name for name in self._places}
         found = [place for place in {**self._before, **after} if self._before.get(place) != after.get(place)]
-        return [names.get(place, place) for place in found]
+        return list(dict.fromkeys(names.get(place, place) for place in found))
 
     @contextmanager
     def forward(self, part: Part) -> Iterator[None]:
@@ -314,9 +308,7 @@ class StepBuffers:
         # Of a layer that the forward has made, its own name is enough.
         made = tuple(f"{name}." for name in unsaved)
         self._effects.unsaved = tuple(name for name in unsaved if not name.startswith(made)) or self._effects.unsaved
-        # A written value may be equal now, for example that of a running maximum, and differ after a later step.
-        written = [name for name, place in self._watched.items() if place.tensor._version != self._versions[name]]
-        own = [name for name in dict.fromkeys([*changed, *written, *self._lost]) if name in known]
+        own = [name for name in dict.fromkeys([*changed, *self._lost]) if name in known]
         own = [name for name in own if name not in self._places or self._places[name].kind != "statistic"]
         self._changing = self._effects.changing = agree_on_names(self._effects.changing or own, groups.control)
         self._watched |= {name: self._places[name] for name in self._changing if name in self._places}
@@ -385,39 +377,34 @@ def _shares(momentum: float | None, num_before: int, num_microbatches: int) -> _
     return _Shares(kept[0], math.prod(kept), tuple(of_each))
 
 
-def refuse_synchronized(model: nn.Module) -> None:
-    """Refuse a layer whose statistics would depend on the number of workers."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            what = (
-                f"its layer {name} is a SyncBatchNorm: it mixes one microbatch of every worker, so the result would "
-                "depend on their number. Use a BatchNorm: here a BatchNorm has the statistics of a microbatch, and its "
-                "running statistics are those of all microbatches of a step, in any world. For larger groups raise "
-                "batch.microbatch_size"
-            )
-            raise ConfigError([Problem("", "model", what)])
+def refuse_layers(model: nn.Module, exact: bool, even_samples: bool) -> None:
+    """Refuse layers whose statistics would depend on the number of workers.
 
-
-def refuse_batch_statistics(model: nn.Module) -> None:
-    """Refuse layers whose statistics of a microbatch differ from those of its parts."""
+    Args:
+        exact: whether last bits count.
+        even_samples: whether microbatches are cut.
+    """
     for name, module in model.named_modules():
         tracks = isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None
         # A BatchNorm without running statistics takes those of its microbatch in evaluation mode too.
         mixes = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-        if tracks or mixes:
+        if isinstance(module, nn.SyncBatchNorm):
             what = (
-                f"its layer {name} ({type(module).__name__}) has statistics of a microbatch, which a part of it does "
-                "not have, so batch.balance=even_samples cannot cut it. Use GroupNorm, or set batch.balance=even"
+                "is a SyncBatchNorm: it mixes one microbatch of every worker, so the result would depend on their "
+                "number. Use a BatchNorm: here a BatchNorm has the statistics of a microbatch, and its running "
+                "statistics are those of all microbatches of a step, in any world. For larger groups raise "
+                "batch.microbatch_size"
             )
-            raise ConfigError([Problem("", "model", what)])
-
-
-def refuse_running_statistics(model: nn.Module) -> None:
-    """Refuse trained running statistics, whose sum over ranks rounds."""
-    for name, module in model.named_modules():
-        if isinstance(module, _WITH_STATISTICS) and module.training and module.running_mean is not None:
+        elif even_samples and (tracks or mixes):
             what = (
-                f"its layer {name} keeps running statistics, a sum over microbatches whose last bits depend on the "
-                "number of workers, so run.exact cannot hold. Use GroupNorm, or set run.exact=false"
+                f"({type(module).__name__}) has statistics of a microbatch, which a part of it does not have, so "
+                "batch.balance=even_samples cannot cut it. Use GroupNorm, or set batch.balance=even"
             )
-            raise ConfigError([Problem("", "model", what)])
+        elif exact and tracks:
+            what = (
+                "keeps running statistics, a sum over microbatches whose last bits depend on the number of workers, so "
+                "run.exact cannot hold. Use GroupNorm, or set run.exact=false"
+            )
+        else:
+            continue
+        raise ConfigError([Problem("", "model", f"its layer {name} {what}")])

@@ -25,7 +25,7 @@ from steadfast.plan import Microbatch
 from steadfast.tasks import Sums
 from steadfast.tasks.metrics import SummedMetrics
 from steadfast.tasks.own import GlobalTask
-from steadfast.world.control import any_rank, gather_numbers
+from steadfast.world.control import any_rank
 from steadfast.world.runtime import World
 
 _NUM_ROWS = 4  # samples in a forward
@@ -70,7 +70,7 @@ def check_task(worker: WorkerState, world: World, parallel: Parallel, model: nn.
     if isinstance(worker.task, GlobalTask):
         _refuse_what_needs_each_loss(config)
     # Checked once per command: workers that join a world find members that have checked the same code.
-    is_checked = bool(gather_numbers(int(worker.task_checked), world.groups.control).max())
+    is_checked = any_rank(worker.task_checked, world.groups.control)
     worker.task_checked = True
     if is_checked:
         return
@@ -160,18 +160,12 @@ class _Trial:
         config = worker.config
         self._world = world
         self._parallel = parallel
-        self._task = worker.task
         self._name = getattr(config.task, "target", config.task.kind).rpartition(":")[2]
         self._model = model
-        self._precision = worker.precision
-        self._coupled = config.task.coupled
-        self._loader = worker.loader
-        self._num_train = worker.order.num_train
-        num_rows = worker.batch.samples_per_microbatch
+        self._num_rows = min(worker.batch.samples_per_microbatch, worker.order.num_train)
         # A coupled loss may need a whole microbatch, for example if the model keeps a state per sample.
-        if not self._coupled:
-            num_rows = min(_NUM_ROWS, num_rows)
-        self._num_rows = min(num_rows, self._num_train)
+        if not config.task.coupled:
+            self._num_rows = min(_NUM_ROWS, self._num_rows)
         self._tolerance = _TOLERANCES[worker.precision.compute_dtype]
         if config.precision.tf32 and worker.precision.device.type == "cuda":
             self._tolerance = _TF32_TOLERANCE
@@ -193,14 +187,14 @@ class _Trial:
     def _run(self) -> bool:
         """Compare the loss of a batch with the losses of its parts. Return whether they could be compared."""
         num_rows, half = self._num_rows, self._num_rows // 2
-        whole = self._loader.example(num_rows)
+        whole = self._worker.loader.example(num_rows)
         loss = self._loss(whole, seed=0)
         # A batch that has no row for each sample never runs in parts.
-        if self._coupled or not half or uncuttable(whole, num_rows) is not None:
+        if self._worker.config.task.coupled or not half or uncuttable(whole, num_rows) is not None:
             return True
         halves = [rows_of(whole, range(half), num_rows), rows_of(whole, range(half, num_rows), num_rows)]
-        if isinstance(self._task, GlobalTask):
-            return self._compare_rows(self._task, whole, *halves)
+        if isinstance(self._worker.task, GlobalTask):
+            return self._compare_rows(self._worker.task, whole, *halves)
         parts = self._losses_of(halves)
         self._compare_counts(loss, parts)
         if not self._is_equal([loss], [self._loss(whole, seed=0)]):
@@ -214,7 +208,7 @@ class _Trial:
 
     def _compare_documents(self) -> None:
         """Check that a document does not change the loss of the next one in its window."""
-        batch = self._loader.example(self._num_rows)
+        batch = self._worker.loader.example(self._num_rows)
         if not (isinstance(batch, tuple | list) and isinstance(batch[0], dict) and "position_ids" in batch[0]):
             return  # a mixture, whose data.collate makes batches of its own
         inputs, targets = batch
@@ -255,9 +249,9 @@ class _Trial:
         """
         half = self._num_rows // 2
         size = 4 * half
-        if size > self._num_train:
+        if size > self._worker.order.num_train:
             return False
-        batch = self._loader.example(size)
+        batch = self._worker.loader.example(size)
         a, b, c, d = (range(start, start + half) for start in range(0, size, half))
         for seed in range(_NUM_SEEDS):
             losses: list[Sums] = []
@@ -269,9 +263,9 @@ class _Trial:
         return True
 
     def _loss(self, batch: Batch, seed: int) -> Sums:
-        seed_generators(seed, Microbatch(0, 0, 0, 0), self._precision.device)
-        with self._precision.autocast():
-            sums = self._parallel.loss(self._task, self._model, batch)
+        seed_generators(seed, Microbatch(0, 0, 0, 0), self._worker.precision.device)
+        with self._worker.precision.autocast():
+            sums = self._parallel.loss(self._worker.task, self._model, batch)
         reshard(self._model)
         sums = replace(sums, loss_sum=sums.loss_sum.detach())
         return sums if self._world.stages == 1 else self._of_all_stages(sums)
@@ -288,8 +282,8 @@ class _Trial:
         is_conclusive = True
         found: list[list[Tensor]] = []
         for batch in (*batches, batches[0]):
-            seed_generators(len(found) // len(batches), Microbatch(0, 0, 0, 0), self._precision.device)
-            with torch.no_grad(), self._precision.autocast():
+            seed_generators(len(found) // len(batches), Microbatch(0, 0, 0, 0), self._worker.precision.device)
+            with torch.no_grad(), self._worker.precision.autocast():
                 found.append([tensor.double() for tensor in tensors_of(task.embed(self._model, batch))])
             reshard(self._model)
         whole, first, second, again = found

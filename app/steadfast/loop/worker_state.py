@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +38,7 @@ from steadfast.data.fingerprint import fingerprint
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import NotDeferrable, SteadfastError, TrainingError, UsageError
 from steadfast.hooks.hooks import Hooks
-from steadfast.loop.buffers import Effects, refuse_batch_statistics, refuse_running_statistics, refuse_synchronized
+from steadfast.loop.buffers import Effects, refuse_layers
 from steadfast.loop.modes import prepare_for_training
 from steadfast.loop.side_effects import undone
 from steadfast.loop.trigger import Interval
@@ -122,7 +121,6 @@ class WorkerState:
         self._outline: Outline | None = None  # of the model, in a pipeline
         self._examined = False  # whether workers can divide the computation of a sample, see `_examine`
         self._frozen: dict[str, nn.Parameter] = {}  # parameters that the optimizer does not update
-        self._flags: RequiresGrad | None = None  # None if the user has no hooks, or a stage may lack parameters
         self._model: nn.Module
         self._optimizer: torch.optim.Optimizer | None
         self._start_anew()
@@ -230,15 +228,11 @@ class WorkerState:
         refuse_unsaved(model, self.config.parallel.survivors_hold_all)
         if leaves_out_base and not self.base:
             self.base = base_sha256(model)
-        refuse_synchronized(model)
         refuse_sparse(model)
         if self.config.data.has_documents:
             stop_caching(model)  # with a cache, models of Hugging Face would attend to other documents
         self.frozen = prepare_for_training(model)  # names of modules that stay in evaluation mode
-        if self.config.run.exact:
-            refuse_running_statistics(model)
-        if self.config.batch.balance == "even_samples":
-            refuse_batch_statistics(model)
+        refuse_layers(model, self.config.run.exact, self.config.batch.balance == "even_samples")
         if self._values is None:
             self._model = self.precision.convert(model)
             refuse_lossy_copies(self._model)
@@ -276,8 +270,7 @@ class WorkerState:
         if self._values is not None and (run.init_from is None or not run.init_strict):
             self._values.fill(named_tensors(self._model))
         self.loaded = load_initial(self._model, run)
-        if self.held.model is not None:
-            self.held.model.refresh()
+        self.held.refresh()
 
     def join(self, world: World) -> None:
         """Exchange properties of the ranks and choose the common precision. A collective.
@@ -288,10 +281,8 @@ class WorkerState:
         if self.config.checkpoint.trainable_only:
             self._check_bases(world)
         if self.compiled.wanted:
-            self.uncompiled = {}
-            for rank, reason in enumerate(gather_objects(self.compiled.refused, world.groups.control)):
-                if reason:
-                    self.uncompiled[rank] = reason
+            refused = gather_objects(self.compiled.refused, world.groups.control)
+            self.uncompiled = {rank: reason for rank, reason in enumerate(refused) if reason}
         device = self.precision.device
         self.gpus = gather_gpus(device, world.size, world.groups.control)
         if self.config.recompute.every is not None or self.config.run.exact:
@@ -458,25 +449,22 @@ class WorkerState:
         `model` is the model as the parallel strategy unwraps it.
         """
         self.hooks.setup(model, self.optimizer)
-        optimizer = NamedOptimizer(model, self.optimizer)
-        held = self.held.model = ModelState(model, self.config.checkpoint.trainable_only)
-        parts: dict[str, Stateful] = {"model": held, "optimizer": optimizer}
+        weights = ModelState(model, self.config.checkpoint.trainable_only)
+        parts: dict[str, Stateful] = {"model": weights, "optimizer": NamedOptimizer(model, self.optimizer)}
         parts |= {"precision": self.precision, "hooks": self.hooks}
+        self.held.copied = [weights]
         trained = set(parameters_of(self.optimizer.param_groups))
         self._frozen = {name: param for name, param in model.named_parameters() if param not in trained}
+        # A stage may lack parameters.
         if self.has_own_hooks and not self.config.parallel.has_stages:
-            parts["requires_grad"] = self._flags = RequiresGrad(model, self.precision.device)
+            parts["requires_grad"] = flags = RequiresGrad(model, self.precision.device)
+            self.held.copied.append(flags)
         return app_state(parts)
 
     @property
     def has_own_hooks(self) -> bool:
         """Return whether hooks of the user may change which parameters train."""
         return any(isinstance(hook, Target) for hook in self.config.hooks)
-
-    def restore_requires_grad(self) -> None:
-        """Let the parameters require gradients as in the restored state."""
-        if self._flags is not None:
-            self._flags.apply()
 
     def train_as_stored(self, stored: Collection[str], state: State, parallel: Parallel) -> None:
         """Train the parameters of which a stored state, given by its names of tensors, has optimizer state."""
@@ -489,8 +477,7 @@ class WorkerState:
         unfrozen = [name for name, param in self._frozen.items() if param.requires_grad]
         if not unfrozen:
             return
-        digest = int(hashlib.sha256(" ".join(unfrozen).encode()).hexdigest()[:15], 16)
-        if len(set(gather_numbers(digest, world.groups.control).tolist())) > 1:
+        if any(names != unfrozen for names in gather_objects(unfrozen, world.groups.control)):
             raise TrainingError(f"before step {step} hooks of some ranks have unfrozen {unfrozen[0]}, of others not")
         self.train_also(unfrozen, state, parallel, f" at step {step}")
 
@@ -536,10 +523,7 @@ class WorkerState:
     def current(self, state: State) -> State:
         """Return `state` with the current numbers of all hooks, and of the model where they are copies."""
         self.hooks.state_dict()
-        if self.held.model is not None:
-            self.held.model.refresh()
-        if self._flags is not None:
-            self._flags.state_dict()
+        self.held.refresh()
         return state
 
     def trigger(self, name: str, every: Every | None, age_s: float = 0.0) -> Interval:

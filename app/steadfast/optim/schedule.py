@@ -57,18 +57,18 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, num_steps: int
         case StepConfig():
             return float(peak * config.gamma ** ((step - 1) // config.every_steps))
         case OneCycleConfig():
-            return _one_cycle(config, peak, step, num_steps)
+            return _one_cycle(peak, step, num_steps)
     raise TypeError(type(config))
 
 
-def _one_cycle(config: OneCycleConfig, peak: float, step: int, num_steps: int) -> float:
+def _one_cycle(peak: float, step: int, num_steps: int) -> float:
     """Return the rate of torch's OneCycleLR, which counts steps from 0."""
-    start = peak / config.start_divisor
-    last_rising = config.rising_fraction * num_steps - 1
+    start = peak / 25
+    last_rising = 0.3 * num_steps - 1
     at = step - 1
     if at <= last_rising:
         return _cosine(start, peak, at / last_rising)
-    return _cosine(peak, start / config.end_divisor, min(1.0, (at - last_rising) / (num_steps - 1 - last_rising)))
+    return _cosine(peak, start / 1e4, min(1.0, (at - last_rising) / (num_steps - 1 - last_rising)))
 
 
 def _linear(first: float, last: float, done: float) -> float:

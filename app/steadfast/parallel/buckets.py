@@ -14,10 +14,9 @@ from steadfast.parallel.dtensor import local, with_part
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.world.communicator import Communicator
 
-_MIB = 1 << 20
 # As in DistributedDataParallel, the first bucket is small, so that its sum starts early in the backward.
-_FIRST_BYTES = _MIB
-_CAP_MB = 25
+_FIRST_BYTES = 2**20
+_CAP_BYTES = 25 * 2**20
 
 
 @dataclass(eq=False)
@@ -198,7 +197,7 @@ class GradientBuckets:
         self.clear()
 
     @classmethod
-    def of(cls, model: nn.Module, cap_mb: int | None, fixed_point: FixedPoint | None = None) -> Self:
+    def of(cls, model: nn.Module, fixed_point: FixedPoint | None = None) -> Self:
         """Return the buckets of a model, the same objects in every attempt."""
         buckets = _of_model.get(model)
         if not isinstance(buckets, cls):
@@ -206,7 +205,7 @@ class GradientBuckets:
             reduction: Reduction = PlainSum()
             if fixed_point is not None:
                 reduction = FixedPointSum(fixed_point)
-            buckets = _of_model[model] = cls(trained, (cap_mb or _CAP_MB) * _MIB, reduction)
+            buckets = _of_model[model] = cls(trained, _CAP_BYTES, reduction)
         return buckets
 
     def begin(self, communicator: Communicator) -> None:

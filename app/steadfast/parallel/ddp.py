@@ -50,7 +50,6 @@ class TorchDistributedDataParallelism(Parallel):
             model,
             device_ids=device_ids,
             process_group=self._group,
-            bucket_cap_mb=self._config.bucket_cap_mb,
             # Gradients are views of the buckets; otherwise they would be held twice and copied.
             gradient_as_bucket_view=True,
             # No broadcast of rank 0's weights: restore makes all ranks equal at a lower cost.

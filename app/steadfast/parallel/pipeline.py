@@ -117,7 +117,7 @@ class PipelineParallelism(ReplicatedParallelism):
 
     def _begin(self, model: nn.Module) -> None:
         """Begin the first step, because only then the parameters have memory."""
-        self.buckets = GradientBuckets.of(model, None)
+        self.buckets = GradientBuckets.of(model)
         self.buckets.begin(self._across)
         for name, param in model.named_parameters():
             if param.requires_grad:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from steadfast.config import LossScaleConfig, PrecisionConfig
+from steadfast.config import PrecisionConfig
 from steadfast.parallel.fixed_point import FixedPoint
 from steadfast.world.device import Gpu
 
@@ -58,14 +58,18 @@ class LossScale:
     (docs.pytorch.org/docs/stable/amp.html), but by the norm of the whole gradient, which is the same on all ranks.
     """
 
-    def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
-        self._config = config
-        self.scale = torch.tensor(config.initial, device=device)
+    # GradScaler's defaults.
+    initial = 65536.0
+    factor = 2.0
+    window = 2000  # updates without an overflow after which the scale rises
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.tensor(self.initial, device=device)
         self._num_updates = torch.tensor(0, device=device)  # since the last change of the scale
 
     def begin_anew(self) -> None:
         """Reset to the initial scale."""
-        self.scale.fill_(self._config.initial)
+        self.scale.fill_(self.initial)
         self._num_updates.zero_()
 
     def overflowed(self, grad_norm: Tensor) -> bool:
@@ -75,17 +79,17 @@ class LossScale:
 
     def after_overflow(self) -> None:
         """Adapt the scale to an overflow."""
-        self.scale.div_(self._config.factor).clamp_(min=1.0)
+        self.scale.div_(self.factor).clamp_(min=1.0)
         self._num_updates.zero_()
 
     def after_update(self) -> None:
         """Adapt the scale to an update without an overflow."""
         self._num_updates.add_(1)
-        if int(self._num_updates) < self._config.window:
+        if int(self._num_updates) < self.window:
             return
         self._num_updates.zero_()
-        if math.isfinite(float(self.scale) * self._config.factor):
-            self.scale.mul_(self._config.factor)
+        if math.isfinite(float(self.scale) * self.factor):
+            self.scale.mul_(self.factor)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return live references to the checkpointed tensors."""
@@ -219,5 +223,5 @@ def build_precision(
     if kind == "bf16" or (kind == "auto" and gpus and all(gpu.has_bf16 for gpu in gpus)):
         return Precision(device, autocast_dtype=torch.bfloat16, scaling=fixed_point)
     if kind == "fp16":
-        return Precision(device, autocast_dtype=torch.float16, scaling=LossScale(config.loss_scale, device))
+        return Precision(device, autocast_dtype=torch.float16, scaling=LossScale(device))
     return Precision(device, scaling=fixed_point)

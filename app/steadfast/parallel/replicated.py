@@ -22,7 +22,7 @@ class ReplicatedParallelism(Parallel):
     def wrap(self, model: nn.Module) -> nn.Module:
         scaling = self._precision.scaling
         fixed_point = scaling if isinstance(scaling, FixedPoint) else None
-        self.buckets = GradientBuckets.of(model, self._config.bucket_cap_mb, fixed_point)
+        self.buckets = GradientBuckets.of(model, fixed_point)
         self.buckets.begin(self._world.groups.communicator)
         return model
 

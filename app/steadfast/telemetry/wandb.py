@@ -54,24 +54,14 @@ class WandbTracker:
             reinit="create_new",
             project=config.project,
             entity=config.entity,
-            tags=config.tags,
             name=name,
             config=document,
-            mode=self._mode(config),
+            mode=os.environ.get("WANDB_MODE") or self._mode(),
             dir=str(self._spool.path),
             settings=settings,
         )
 
-    def _mode(self, config: WandbConfig) -> str:
-        """Return the mode of W&B.
-
-        If neither the configuration nor WANDB_MODE sets the mode, it is "online" with an API key and "offline" without.
-        """
-        if config.mode != "auto":
-            return config.mode
-        mode = os.environ.get("WANDB_MODE")
-        if mode:
-            return mode
+    def _mode(self) -> str:
         return "online" if self._wandb.api.api_key else "offline"
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
