@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.head import serve_head, wait_until_clear
-from tests.stages.record import RAY_GROUP
 from tests.support.command import Command, Commands, Head, Running
 from tests.support.warm import Warm
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Run all of these tests in one process of pytest-xdist, which keeps one head.
-
-    Ray, which they use in their own process, does not close files and sockets.
-    """
-    item.add_marker(pytest.mark.xdist_group(RAY_GROUP))
+    """Ignore files and sockets that Ray, which these tests use in their own process, does not close."""
     item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))
 
 

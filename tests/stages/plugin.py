@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.stages import record
 from tests.stages.meter import Meter, loop_s
@@ -43,6 +44,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Measure(meter), "stage-measure")
     config.pluginmanager.register(printing, "stage-print")
     config.add_cleanup(meter.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return _TwoHeads(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+class _TwoHeads(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives tests with Ray to two processes, which keep a head each, and every other test to any process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if not nodeid.startswith("tests/cluster/"):
+            return nodeid
+        return "first head" if nodeid < "tests/cluster/test_nodes" else "second head"  # halves that take about as long
 
 
 class _Group:
@@ -95,7 +110,7 @@ class _Print:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._tests = {_name(each) for each in ids}
+        self._tests = set(ids)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._tests = {item.nodeid for item in session.items}
@@ -119,7 +134,7 @@ class _Print:
             return
         cost: Any = dict(report.user_properties).get(_COST, (0.0, 0.0))
         wall_s, cpu_s = cost
-        self._rows.append({"test": _name(report.nodeid), "wall_s": wall_s, "cpu_s": cpu_s})
+        self._rows.append({"test": report.nodeid, "wall_s": wall_s, "cpu_s": cpu_s})
         if time.monotonic() - self._told_s >= _PROGRESS_S:
             self._told_s = time.monotonic()
             self._loops_s.append(loop_s())
@@ -177,11 +192,6 @@ class _Print:
     def pytest_terminal_summary(self) -> None:
         for line in self._verdict:
             self._terminal.write_line(line)
-
-
-def _name(nodeid: str) -> str:
-    """Return the name of a test without the group, which pytest-xdist appends."""
-    return nodeid.removesuffix(f"@{record.RAY_GROUP}")
 
 
 def _write_progress(line: str) -> None:

@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("stages.toml")
 FOLDER = ROOT / ".stages"  # of this checkout; git ignores the folder
 PROGRESS = FOLDER / "progress.txt"
-RAY_GROUP = "ray"  # tests that pytest-xdist runs in one process, which keeps their Ray head
 
 
 @dataclass(frozen=True)
