@@ -45,7 +45,7 @@ train: .venv/.train
 # quick      one minute: a resize, a death, a killed command, a refusal of each kind
 # unit       what to run after each edit: neither Ray nor workers
 # test       every claim once
-# test-more  the rest that CI runs whenever something lands
+# test-more  the same claims by other kinds, layouts and seeds, of which CI runs a quarter each day
 # test-slow  more worlds, more points to be killed at, more seeds: hours
 quick unit test test-more test-slow:
 	@$(PYTHON) -m tests.stages --plan $@

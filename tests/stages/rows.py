@@ -1,6 +1,6 @@
 """Rows of tests that `make test` leaves out, because each shows a claim once more, by another kind, seed or option.
 
-A row of `MORE` has the marker `more`, and CI runs it whenever something lands; one of `SLOW` has the marker `slow`. A
+A row of `MORE` has the marker `more`, and CI runs a quarter of them each day; one of `SLOW` has the marker `slow`. A
 test that a table of CONTRIBUTING.md names keeps a row in `make test`. `python -m tests.stages.rows` checks that, and
 names the patterns that match no test.
 """
