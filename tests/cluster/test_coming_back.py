@@ -2,9 +2,11 @@
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
+from steadfast.orchestration import trainer
 from tests.support.checks import check_stopped
 from tests.support.command import FOR_EVER, Commands, Running, descendants
 from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_ray_is_gone
@@ -61,6 +63,19 @@ def test_the_controller_is_killed_and_the_command_starts_another_one(on_head: Co
     said = running.output_path.read_text()
     assert "Ray's controller has died: another one starts, and workers with it" in said
     assert "class_name" not in said
+
+
+@pytest.mark.parametrize("saving_until_s", [None, 1e12])
+def test_the_command_comes_back_where_the_workers_have_saved_and_ended_before_their_summary_came(
+    monkeypatch: pytest.MonkeyPatch, saving_until_s: float | None
+) -> None:
+    monkeypatch.setattr(trainer, "dead_processes", lambda: {"gcs_server"})
+    absent: Any = None
+    fit = trainer.Fit(absent, absent, absent, absent, absent, 1, 1, "", False, _saving_until_s=saving_until_s)
+    died: list[str] = []
+    monkeypatch.setattr(fit, "_raise_ray_died", died.append)
+    fit._check_ray(ended=True)
+    assert died == ["Ray's GCS"]
 
 
 @pytest.mark.alone

@@ -242,7 +242,7 @@ class Fit:
             self._show_events()
             self._check_ray()
             thread.join(_POLL_S)
-        self._check_ray()
+        self._check_ray(ended=True)
         if isinstance(self._error, HeadDied) and not self.cluster:
             self._raise_ray_died("Ray's raylet")  # a dying raylet leaves the cluster first, so no head is found
         self._show_events()
@@ -260,7 +260,8 @@ class Fit:
         # controller is started.
         return not self._stopping and self._summary is None
 
-    def _check_ray(self) -> None:
+    def _check_ray(self, ended: bool = False) -> None:
+        """Raise RayDied if a part of Ray has died, after the workers have had the time to save or have `ended`."""
         dead = dead_processes()
         if "raylet" in dead:  # all workers of the raylet end too, so none of them can save
             self._raise_ray_died("Ray's raylet")
@@ -270,10 +271,10 @@ class Fit:
         if not what:
             return
         # Workers live for a minute after the death of the GCS.
-        if self._saving_until_s is None:
+        if self._saving_until_s is None and not ended:
             self._saving_until_s = time.monotonic() + _SAVE_S
             self.console.line(f"{what} has died: the workers save their state")
-        elif self._summary is not None or time.monotonic() > self._saving_until_s:
+        elif ended or self._summary is not None or time.monotonic() > (self._saving_until_s or 0.0):
             self._raise_ray_died(what)
 
     def _cluster_answers(self) -> bool:
