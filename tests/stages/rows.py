@@ -162,7 +162,7 @@ MORE = [
     r"dist/test_task_check.*-fsdp",
     r"cluster/test_bad_input.*(empty_dataset|wrong_shape|more_gpus)",
     r"cluster/test_endings.*taken_over",
-    r"cluster/test_fork_server.*(joins_on_a_cluster|as_if_the_raylet)",
+    r"cluster/test_fork_server.*joins_on_a_cluster",
     r"cluster/test_slots.*of_a_sharded_world",
 ]
 
