@@ -1,4 +1,5 @@
 import fcntl
+import gc
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -48,6 +49,7 @@ def neighbours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     with (shared / "cluster.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         yield
+    gc.collect()  # here, where what Ray leaves open is no error, and not in a test of another folder
 
 
 @pytest.fixture(scope="session")
