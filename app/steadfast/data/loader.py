@@ -88,7 +88,7 @@ class Loader:
         with own_randomness(order.seed):
             held_out = build_validation(config, dataset)
         self.num_validation = order.num_validation
-        ids = order.validation
+        ids: Callable[[Int64s], Int64s] = order.validation
         if config.has_own_validation:
             self.num_validation = len(held_out)
             ids = _unchanged
