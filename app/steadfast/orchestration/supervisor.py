@@ -293,7 +293,7 @@ class Supervisor:
             seconds=round(hang.seconds, 1),
             stacks=self._stacks,
             guess=hang.guess,
-            reading=reading,
+            reading=reading or None,
             ends_s=round(limit_s, 1),
         )
         yield Record(hung)
