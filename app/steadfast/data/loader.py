@@ -212,8 +212,10 @@ class Loader:
             try:
                 fetched = next(fetching, None)
             except (OSError, EOFError, RuntimeError) as error:
-                raise self._cause_of(error) from None
-            self.reading = str
+                # Frames of the traceback would keep the loader processes.
+                raise self._cause_of(error.with_traceback(None)) from None
+            finally:
+                self.reading = str
             if fetched is None:
                 return
             yield self._to_device(fetched)
