@@ -408,9 +408,9 @@ class Spoilt:
 
 def test_samples_that_are_not_finite_are_found_by_reading_them_again() -> None:
     loader = loader_of(Spoilt(), validation_fraction=0.0)
-    assert sorted(loader.ids(0, 40)) == list(range(40))
+    assert sorted(loader.train.ids(0, 40)) == list(range(40))
     before = torch.get_rng_state()
-    assert sorted(loader.not_finite(0, 40)) == [11, 13]
+    assert sorted(loader.train.not_finite(0, 40)) == [11, 13]
     assert torch.equal(torch.get_rng_state(), before)
-    first = loader.ids(0, 40).index(11)
-    assert loader.not_finite(first, first + 1) == [11]
+    first = loader.train.ids(0, 40).index(11)
+    assert loader.train.not_finite(first, first + 1) == [11]

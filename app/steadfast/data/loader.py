@@ -71,8 +71,7 @@ class Loader:
     ) -> None:
         """Build the loader.
 
-        Floating point tensors are converted to `dtype`, the type of the model's parameters. Samples are checked to have
-        tokens below `vocab_size`.
+        Floating point tensors become `dtype`, the type of the model's parameters. Tokens must be below `vocab_size`.
         """
         self._prepare: Callable[[Batch], Batch] = partial(convert, dtype=dtype)
         if device.type == "cuda":
@@ -83,7 +82,7 @@ class Loader:
         num_workers = num_loader_processes(config, on_gpu)
         self._collate = build_collate(config, "data.collate", dataset)
         train = _Stream(order.train, order.num_train, order.seed, vocab_size)
-        self._train = _Microbatches(dataset, train, self._collate, "data.collate", num_workers)
+        self.train = _Microbatches(dataset, train, self._collate, "data.collate", num_workers)
         # The seed is that of the training data, so that two parts of one `random_split` do not overlap.
         with own_randomness(order.seed):
             held_out = build_validation(config, dataset)
@@ -98,7 +97,7 @@ class Loader:
         self._validation = _Microbatches(held_out, validation, self._validation_collate, _VALIDATION_COLLATE)
         self._sampler = _Sampler()
         # One DataLoader serves all attempts, because starting its processes again would take seconds in each attempt.
-        self._loader = _data_loader(self._train, self._sampler, num_workers, config.prefetch_factor, on_gpu)
+        self._loader = _data_loader(self.train, self._sampler, num_workers, config.prefetch_factor, on_gpu)
         self.num_ahead = num_workers * config.prefetch_factor  # microbatches that are read in advance
         # Without loader processes and pinned memory a DataLoader only adds 0.1 ms per microbatch.
         self._in_place = not on_gpu and not num_workers
@@ -109,7 +108,7 @@ class Loader:
         A call ends the fetching of the last call. Raises DataError.
         """
         if self._in_place:
-            return self._fetch_in_place(self._train, microbatches)
+            return self._fetch_in_place(self.train, microbatches)
         self._sampler.microbatches = microbatches
         # `iter` starts the fetching, which continues while the caller prepares its first step.
         try:
@@ -170,27 +169,8 @@ class Loader:
 
         The microbatches that `steps` fetches ahead are not affected. Raises DataError.
         """
-        (fetched,) = self._fetch_in_place(self._train, iter([microbatch]))
+        (fetched,) = self._fetch_in_place(self.train, iter([microbatch]))
         return fetched
-
-    def digest(self, start: int, stop: int) -> int:
-        """Return a digest of the samples at training positions [start, stop).
-
-        The digest covers the ids and positions of the samples, not their contents.
-        """
-        # The digest follows from the order alone, so nothing is fetched.
-        return self._train.digest(start, stop)
-
-    def ids(self, start: int, stop: int) -> list[int]:
-        """Return the ids of the samples at training positions [start, stop)."""
-        return self._train.ids(start, stop)
-
-    def not_finite(self, start: int, stop: int) -> list[int]:
-        """Return ids of samples that contain a NaN or infinity.
-
-        The samples at training positions [start, stop) are read again.
-        """
-        return self._train.not_finite(start, stop)
 
     def close(self) -> None:
         """End the loader processes. Nothing can be fetched afterwards."""
@@ -223,14 +203,14 @@ class Loader:
     def _read_for_next(self) -> str:
         """Return the samples that the next microbatch waits for in its loader process."""
         fetching: Any = self._loader._iterator
-        return self._train.read_by(fetching._task_info[fetching._rcvd_idx][0])
+        return self.train.read_by(fetching._task_info[fetching._rcvd_idx][0])
 
     def _cause_of(self, error: Exception) -> Exception:
         """Return how a loader process has ended, or `error` if all live."""
         fetching: Any = self._loader._iterator
         connection.wait([process.sentinel for process in fetching._workers], _DEATH_NEWS_S)
         for number, process in enumerate(fetching._workers):
-            code, reading = process.exitcode, self._train.read_by(number)
+            code, reading = process.exitcode, self.train.read_by(number)
             if code is None:
                 continue
             if code > 0 and not reading:
@@ -329,15 +309,18 @@ class _Microbatches:
         return bytes(self._texts[process].value).decode()
 
     def digest(self, start: int, stop: int) -> int:
+        """Return a digest of the ids and positions of the samples at positions [start, stop)."""
         _, keys = self._ordered(start, stop)
         return int(keys.sum())
 
     def ids(self, start: int, stop: int) -> list[int]:
+        """Return the ids of the samples at positions [start, stop)."""
         ids, _ = self._ordered(start, stop)
         found: list[int] = ids.tolist()
         return found
 
     def not_finite(self, start: int, stop: int) -> list[int]:
+        """Read the samples at positions [start, stop) again, and return ids of those with a NaN or infinity."""
         ids, keys = self._ordered(start, stop)
         found = []
         # Each sample is read alone, because a batch does not show which of its samples holds the number.
