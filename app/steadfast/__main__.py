@@ -11,10 +11,9 @@ from steadfast.run.interrupts import EXIT_STOPPED, stop_by_signals, stop_request
 def main() -> int:
     """Run the verb of the command line and return the exit code."""
     # Signals are handled before the other imports, which take seconds on a busy machine.
+    stop_by_signals()
     if of_torchrun():
         expect_end()  # another rank may fail during the imports
-    else:
-        stop_by_signals()
     try:
         from steadfast.cli import main as run
 

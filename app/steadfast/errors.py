@@ -117,6 +117,11 @@ def as_exception(error: BaseException) -> Exception:
     return UserExit(message).with_traceback(error.__traceback__)
 
 
+def described(error: BaseException) -> str:
+    """Return the type, the text and the notes of an exception."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
 def traceback_of(error: Exception) -> str:
     """Return an error's traceback, beginning with the user's own code.
 

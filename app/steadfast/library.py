@@ -4,6 +4,7 @@ import copy
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -40,11 +41,11 @@ from steadfast.config import (
     with_values,
 )
 from steadfast.config.variables import given_variables, taken_variables
-from steadfast.data import Dataset
+from steadfast.data import Dataset, processes
 from steadfast.data.datasets import Collate
 from steadfast.data.order import Order
 from steadfast.data.randomness import kept_randomness
-from steadfast.errors import TrainingError, UsageError
+from steadfast.errors import SteadfastError, TrainingError, UsageError
 from steadfast.launch.detect import in_ray_program, under_torchrun
 from steadfast.launch.ray import launch_within
 from steadfast.launch.torchrun import Command, Ending, Place, train_here
@@ -118,6 +119,8 @@ def fit(
         RunConflict: a run of this name was trained with other values. The message lists the differences.
         SteadfastError: the run cannot begin or go on, or another call is training in this process.
     """
+    if multiprocessing.current_process().name == processes.NAME:
+        os._exit(1)  # it imports the main module, which lacks a guard; the worker reports that
     started_s = time.time()
     if not isinstance(config, Config):
         config = load_config(os.fspath(config), overrides)
@@ -151,9 +154,12 @@ def fit(
         # Training and `build_initial` seed the random generators. Without `kept_randomness` a hyperparameter search
         # that draws a learning rate before each call would draw the same rate from the second call on.
         with kept_randomness(), closing(Console(verbose)) as console:
-            if under_ray:
-                return _fit_under_ray(command, console)
-            return _fit_here(command, model, console)
+            try:
+                if under_ray:
+                    return _fit_under_ray(command, console)
+                return _fit_here(command, model, console)
+            except SteadfastError as error:
+                raise error.with_traceback(None) from error.__cause__  # its message is enough, as for the command
 
 
 def _fit_here(command: Command, model: nn.Module | Callable[[], nn.Module] | None, console: Console) -> Result:

@@ -111,6 +111,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     periodic.add("checkpoint", saving, save)
     periodic.add("gradient_norms", recorder.norms_trigger, lambda step: recorder.gradient_norms(result))
     control = ControlChannel(world.groups.control, worker.precision.lag_steps, periodic.names, probes)
+    world.progress.reading = lambda: worker.loader.reading()
     batches = probes.batches(worker.loader.steps(plan.stream(world.data_rank, restored.step + 1, worker.num_steps)))
     # A worker may have died in the validation or checkpoint that was due after the restored step.
     step = restored.step

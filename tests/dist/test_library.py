@@ -292,7 +292,7 @@ def test_readme_example_trains_as_the_loop_before_it(tmp_path: Path, monkeypatch
     dataset = TensorDataset(images, (images.sum(1) > 0).long())
     names: dict[str, Any] = {"dataset": dataset, "held_out": dataset, "DataLoader": DataLoader, "F": F, "torch": torch}
     model = nn.Linear(4, 2)
-    ours = {**names, "model": copy.deepcopy(model)}
+    ours = {**names, "model": copy.deepcopy(model), "__name__": "__main__"}
     exec(before, {**names, "model": model})
     exec(after, ours)
     trained = ours["result"].model

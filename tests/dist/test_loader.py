@@ -1,10 +1,13 @@
 """Loading in processes of its own gives what loading in place does, errors included."""
 
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -40,9 +43,95 @@ def test_error_in_a_worker_process_stays_short_and_the_loader_usable() -> None:
         del raised
 
 
+class Fatal(Noisy):
+    """Sample 7 ends its process, or does not come."""
+
+    is_augmented = False
+
+    def __init__(self, act: str) -> None:
+        self.act = act
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            exec(self.act)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            r"was killed by signal 9 while reading sample 7 \(epoch 1\), perhaps for",
+        ),
+        ("import os; os.kill(os.getpid(), 11)", r"was killed by signal 11 while reading sample 7 \(epoch 1\)$"),
+        ("import os; os._exit(3)", r"ended with exit code 3 while reading sample 7 \(epoch 1\)$"),
+        ("raise EOFError('cut')", r"cut\nwhile reading sample 7 \(epoch 1\)$"),
+    ],
+)
+def test_a_loader_process_that_dies_is_reported_with_its_samples(act: str, message: str) -> None:
+    loader = loader_of(Fatal(act), num_workers=1, order="sequential", validation_fraction=0.0)
+    with pytest.raises((RuntimeError, EOFError), match=message) as raised:
+        list(loader.steps(microbatches(0, 40)))
+    raised.value.__traceback__ = None
+    del raised
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_hangs_is_named(num_workers: int) -> None:
+    data = Fatal("import time; time.sleep(3)")
+    loader = loader_of(data, num_workers=num_workers, order="sequential", validation_fraction=0.0)
+    batches = loader.steps(microbatches(0, 16, 4))
+    next(batches)
+    assert loader.reading() == ""
+    found: list[str] = []
+    watcher = threading.Timer(1.5, lambda: found.append(loader.reading()))
+    watcher.start()
+    list(batches)
+    watcher.join()
+    assert found == ["while reading sample 7 (epoch 1)"]
+
+
+SCRIPT = """
+import sys
+from torch import nn
+from steadfast import Config, Sums, fit
+from tests.support.loading import Noisy
+
+class Data(Noisy):
+    blob = bytes(int(sys.argv[1]))  # more than a pipe holds, or nothing
+
+    def __init__(self):
+        self.held = self.blob
+
+def loss(model, batch):
+    return Sums(model(batch[0]).square().sum(), len(batch[0]))
+
+config = Config.model_validate({
+    "run": {"name": "script", "epochs": 1},
+    "batch": {"global_size": 8},
+    "data": {"kind": "text", "num_workers": 2, "validation_fraction": 0},
+})
+fit(config, model=nn.Linear(4, 1), dataset=Data(), task=loss)
+"""
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10**6])
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path, num_bytes: int) -> None:
+    (tmp_path / "main.py").write_text(SCRIPT)
+    with pytest.raises(AssertionError) as failed:
+        run_program(tmp_path / "main.py", num_bytes, cwd=tmp_path)
+    lines = str(failed.value).splitlines()
+    (told,) = [line for line in lines if "Error" in line]
+    assert "DataError: a loader process ended as it started." in told
+    assert 'under `if __name__ == "__main__":`' in told
+    assert len(lines) < 20
+
+
 TERMINATED = """
 import os
 import psutil
+import sys
 from tests.support.loading import Noisy, loader_of, microbatches
 
 if __name__ == "__main__":
@@ -51,20 +140,28 @@ if __name__ == "__main__":
     next(batches)
     mine = psutil.Process().children(recursive=True)
     for each in mine:  # by another process than theirs
-        os.system(f"kill -TERM {each.pid}")
+        for name in ("TERM", "INT", "HUP", "USR1", "USR2"):
+            os.system(f"kill -{name} {each.pid}")
     fetched = [next(batches).num_samples for _ in range(50)]
     (process,) = loader._loader._iterator._workers
-    process.terminate()
-    process.join(10)
-    print(len(mine), fetched == [8] * 50, process.exitcode, flush=True)
+    if sys.argv[1] == "worker":
+        process.terminate()
+        process.join(10)
+    print(len(mine), fetched == [8] * 50, process.exitcode, *[each.pid for each in mine], flush=True)
     os._exit(0)
 """
 
 
-def test_processes_outlive_sigterm_but_for_that_of_their_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("by", "code"), [("worker", "0"), ("its end", "None")])
+def test_processes_outlive_stop_signals_and_end_with_their_worker(tmp_path: Path, by: str, code: str) -> None:
     """In a process of its own, which has no server yet."""
     (tmp_path / "main.py").write_text(TERMINATED)
-    assert run_program(tmp_path / "main.py") == "3 True 0\n"
+    count, is_same, exitcode, *pids = run_program(tmp_path / "main.py", by).split()
+    assert (count, is_same, exitcode) == ("3", "True", code)
+    until_s = time.monotonic() + 30
+    while living := [pid for pid in pids if psutil.pid_exists(int(pid))]:
+        assert time.monotonic() < until_s, living
+        time.sleep(0.1)
 
 
 class Unpicklable(Noisy):

@@ -111,7 +111,7 @@ MORE = [
     r"dist/test_gpu_drills.*(what_it_asserts|that_is_ended)",
     r"dist/test_hooks.*is_what_is_validated",
     r"dist/test_initial.*(as_a_replicated|goes_on_without|needs_no_file)",
-    r"dist/test_loader.*outlive_sigterm",
+    r"dist/test_loader.*(outlive_stop_signals\w*\[worker|main_guard\w*\[1000000)",
     r"dist/test_memory.*gives_back",
     r"dist/test_validation.*keep_every_sample",
     r"dist/test_microbatch_size.*(least_room|leader_that_is_new|where_two_samples)",

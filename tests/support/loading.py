@@ -10,7 +10,7 @@ import torch
 
 from steadfast.config import TargetData
 from steadfast.data.loader import Loader
-from steadfast.data.order import SampleOrder
+from steadfast.data.order import SampleOrder, build_order
 from steadfast.plan import Microbatch
 
 CPU = torch.device("cpu")
@@ -45,5 +45,8 @@ def microbatches(start: int, stop: int, size: int = 8) -> Iterator[Microbatch]:
 def loader_of(
     dataset: Any, num_workers: int = 0, validation_fraction: float = 0.1, seed: int = 1, **fields: Any
 ) -> Loader:
-    config = TargetData(target="a:b", num_workers=num_workers, **fields)
-    return Loader(dataset, SampleOrder(len(dataset), validation_fraction, seed), config, CPU)
+    config = TargetData(target="a:b", num_workers=num_workers, validation_fraction=validation_fraction, **fields)
+    order = SampleOrder(len(dataset), validation_fraction, seed)
+    if "order" in fields:
+        order = build_order(config, len(dataset), seed)
+    return Loader(dataset, order, config, CPU)

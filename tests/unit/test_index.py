@@ -90,8 +90,9 @@ def failing(samples: Iterable[Any], after: int) -> Iterator[Any]:
 def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_shards, "_GROUPS_PER_SHARD", 1)
     partial = tmp_path / "shards.partial"
-    with pytest.raises(OSError, match="no answer"):
+    with pytest.raises(OSError, match="no answer") as raised:
         write_shards.write_shards(failing(Stream(), 1700), partial)
+    assert raised.value.__notes__ == ["while reading sample 1700 of the stream"]
     assert [path.name for path in partial.glob("*.parquet")] == ["000000.parquet"]
     assert index("Stream", "--out", "shards") == 0
     assert not partial.exists()

@@ -60,7 +60,20 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_notice_stops_a_run_once_and_leaves_it_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadfast.run.interrupts._SAME_S", 0.0)
+    stops: list[str] = []
+    with Interrupts(stops.append, of_process=False) as interrupts:
+        for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+            assert interrupts.stopping
+        assert [stop.split()[0] for stop in stops] == ["SIGUSR2"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_handler_that_a_library_sets_in_c_is_replaced(number: signal.Signals) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     taken: list[int] = []
@@ -109,7 +122,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("module", ["yaml", "target"])  # the program's own imports, and code of the user
 def test_command_ends_with_three_and_leaves_nothing_if_it_is_stopped_while_it_imports(
     tmp_path: Path, module: str, number: signal.Signals
@@ -162,7 +175,7 @@ def test_no_signal_ends_a_process_that_is_started_in_between_and_sigterm_ends_wh
             while not interrupts.stopping:
                 assert time.monotonic() < until_s
                 time.sleep(0.01)
-            for number in (signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
                 child.send_signal(number)
             assert worker.communicate(timeout=60)[0] == "-15 -15\n"
             assert worker.returncode == 0

@@ -13,7 +13,7 @@ from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData
 from steadfast.data.datasets import TextDataset
 from steadfast.data.loader import Loader, num_loader_processes
 from steadfast.data.order import SampleOrder, build_order, samples_digest
-from steadfast.errors import DataError
+from steadfast.errors import DataError, described
 from steadfast.plan import Microbatch
 from tests.support.loading import CPU, Noisy, Odd, loader_of, microbatches
 
@@ -88,6 +88,99 @@ def test_the_stream_is_read_lazily() -> None:
 def test_odd_sample_is_named_with_its_shape(odd: Any, message: str, size: int) -> None:
     with pytest.raises(DataError, match=message):
         list(loader_of(Odd(odd), validation_fraction=0.0).steps(microbatches(0, 50, size)))
+
+
+class Broken(Noisy):
+    """Sample 7 cannot be read, one by one or in batches of its own."""
+
+    is_augmented = False
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise self.error
+        return (torch.zeros(2), index)
+
+
+class BrokenBatches(Broken):
+    def read_batch(self, ids: Any) -> Any:
+        return torch.stack([self[index][0] for index in ids])
+
+
+class BrokenSeveral(Broken):
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        return [self[index] for index in ids]
+
+
+def refuse_seven(samples: list[Any]) -> Any:
+    if 7 in [index for _, index in samples]:
+        raise ValueError("bad mixup")
+    return torch.zeros(len(samples))
+
+
+REFUSE_SEVEN = Target(target="tests.unit.test_loader:refuse_seven")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "fields", "note"),
+    [
+        (Broken(ValueError("no image")), {}, "while reading sample 7 (epoch 1)"),
+        (Broken(SystemExit("no image")), {}, "while reading sample 7 (epoch 1)"),
+        (BrokenBatches(KeyError("no image")), {}, "while reading samples 4-7 (epoch 1)"),
+        (BrokenSeveral(OSError("no image")), {}, "while reading samples 4-7 (epoch 1)"),
+        (Noisy(), {"collate": REFUSE_SEVEN}, "while reading samples 4-7 (epoch 1)"),
+    ],
+)
+def test_an_exception_names_the_samples(dataset: Any, fields: dict[str, Any], note: str) -> None:
+    loader = loader_of(dataset, validation_fraction=0.0, order="sequential", **fields)
+    with pytest.raises(Exception, match=r"no image|bad mixup") as raised:
+        list(loader.steps(microbatches(0, 8, 4)))
+    assert raised.value.__notes__ == [note]
+    assert described(raised.value).endswith(f"; {note}")
+
+
+def test_a_validation_sample_and_a_later_epoch_are_named_as_such() -> None:
+    loader = loader_of(Broken(ValueError("no image")), order="sequential", validation_fraction=0.0)
+    with pytest.raises(ValueError, match="no image") as raised:
+        list(loader.steps(microbatches(57, 58)))
+    assert raised.value.__notes__ == ["while reading sample 7 (epoch 2)"]
+    config = TargetData(target="a:b", order="sequential", validation=ValidationTarget(target="a:b"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("steadfast.data.datasets.build_target", lambda *_: Broken(ValueError("no image")))
+        loader = Loader(Noisy(), SampleOrder(50, 0.0, 1), config, CPU)
+    with pytest.raises(ValueError, match="no image") as raised:
+        list(loader.validation(microbatches(0, 50, 50)))
+    assert raised.value.__notes__ == ["while reading validation sample 7 (epoch 1)"]
+
+
+class Tokens(Noisy):
+    """Sample 7 has a token 300, as an input or as a target."""
+
+    is_augmented = False
+
+    def __init__(self, odd: dict[str, int], named: bool) -> None:
+        self.odd, self.named = odd, named
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = torch.full((4,), 255), torch.tensor([255, 1, -100, 2])
+        if index == 7:
+            inputs[1], targets[1] = self.odd.get("inputs", 0), self.odd.get("targets", 0)
+        return {"input_ids": inputs, "labels": targets} if self.named else (inputs, targets)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("odd", "token"), [({"inputs": 300}, 300), ({"targets": 256}, 256), ({"inputs": -1}, -1)])
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_sample(named: bool, odd: dict[str, int], token: int) -> None:
+    config = TargetData(target="a:b", order="sequential", validation_fraction=0.0)
+    data = Tokens(odd, named)
+    loader = Loader(data, build_order(config, 50, 1), config, CPU, vocab_size=256)
+    fetched = loader.steps(microbatches(0, 8, 4))
+    next(fetched)
+    with pytest.raises(DataError, match=rf"^token {token} in sample 7, but model.vocab_size is 256: "):
+        next(fetched)
+    assert len(list(Loader(data, build_order(config, 50, 1), config, CPU).steps(microbatches(0, 8, 4)))) == 2
 
 
 @pytest.mark.parametrize("sample", ["cat", ("cat",), {"name": "cat"}, None])
@@ -315,9 +408,9 @@ class Spoilt:
 
 def test_samples_that_are_not_finite_are_found_by_reading_them_again() -> None:
     loader = loader_of(Spoilt(), validation_fraction=0.0)
-    assert sorted(loader.ids(0, 40)) == list(range(40))
+    assert sorted(loader.train.ids(0, 40)) == list(range(40))
     before = torch.get_rng_state()
-    assert sorted(loader.not_finite(0, 40)) == [11, 13]
+    assert sorted(loader.train.not_finite(0, 40)) == [11, 13]
     assert torch.equal(torch.get_rng_state(), before)
-    first = loader.ids(0, 40).index(11)
-    assert loader.not_finite(first, first + 1) == [11]
+    first = loader.train.ids(0, 40).index(11)
+    assert loader.train.not_finite(first, first + 1) == [11]

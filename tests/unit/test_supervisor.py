@@ -170,6 +170,22 @@ def test_of_workers_that_hang_at_the_same_place_one_after_the_other_that_is_told
     assert re.fullmatch(r"hung in forward for 6\d\.\d s, as 1 before it after step 41", second)
 
 
+def test_the_samples_that_a_hung_worker_reads_are_named() -> None:
+    world = World()
+    reading = "while reading sample 7 (epoch 1)"
+    for _ in range(66):
+        for rank, (phase, place, text) in enumerate([("gradients", 4, ""), ("loader", 1, reading)]):
+            seconds = world.now_s - 1000.0
+            world.report("ab"[rank], rank, [41, 0, place, 1, 0], phase=phase, seconds=seconds, reading=text)
+        world.now_s += 1.0
+        world.check(world.now_s)
+    (hang,) = [
+        each.event for each in world.decisions if isinstance(each, Record) and isinstance(each.event, events.Hang)
+    ]
+    assert reading in hang.line()
+    assert [each.cause.endswith(f" s {reading}") for each in world.endings if isinstance(each, Lose)] == [True]
+
+
 def test_workers_have_longer_if_they_wake_late_or_the_supervisor_was_stopped() -> None:
     world = World()
     world.live(59, WAITS, IN_FORWARD)

@@ -331,7 +331,7 @@ def main(name: str, watched_pid: str, linger_s: str) -> None:
     # A file system cannot be unmounted while it has the working directory of a process.
     os.chdir("/")
     # Service managers send these signals to all processes of a service, while the command may still need the snapshots.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     MemoryServer(listener, int(watched_pid), float(linger_s)).serve()
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import pickle
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from steadfast.config import DataConfig, LoaderConfig
-from steadfast.data.batches import Batch, Leaf, Rows, convert, layout_of, stack, tensors_of
+from steadfast.data.batches import IGNORED, Batch, Leaf, Rows, convert, layout_of, stack, tensors_of
 from steadfast.data.copies import StreamCopies
 from steadfast.data.datasets import Collate, Dataset, build_collate, build_validation
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, sample_keys
@@ -25,12 +28,21 @@ from steadfast.data.processes import PREFETCHED, options_of_processes
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import DataError, as_exception
 from steadfast.plan import Microbatch
+from steadfast.units import in_ranges
 from steadfast.world.device import cores_of_a_worker
 
 # The order of this many positions is computed at once, because numpy takes as long for eight as for hundreds.
 _WINDOW = 1024
 _PROCESSES_OF_A_GPU = 2
 _VALIDATION_COLLATE = "data.validation.collate"
+_NUM_NAMED = 8  # samples that a message names
+_TEXT_BYTES = 512
+_DEATH_NEWS_S = 0.5  # time until the end of a loader process is known
+_LACK = ", perhaps for lack of memory: use fewer data.num_workers, or smaller samples"
+_NOT_STARTED = (
+    "a loader process ended as it started. Its own error is above. Without one, call fit under "
+    '`if __name__ == "__main__":`, because a loader process imports the main module, or set data.num_workers=0'
+)
 
 
 class Fetched(NamedTuple):
@@ -55,34 +67,37 @@ class Loader:
         config: DataConfig,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
+        vocab_size: int | None = None,
     ) -> None:
         """Build the loader.
 
-        Floating point tensors are converted to `dtype`, the type of the model's parameters.
+        Floating point tensors become `dtype`, the type of the model's parameters. Tokens must be below `vocab_size`.
         """
         self._prepare: Callable[[Batch], Batch] = partial(convert, dtype=dtype)
         if device.type == "cuda":
             self._prepare = StreamCopies(device, dtype)
+        # Returns, to any thread, what is being fetched: "while reading sample 3 (epoch 1)", or "".
+        self.reading: Callable[[], str] = str
+        on_gpu = device.type == "cuda"
+        num_workers = num_loader_processes(config, on_gpu)
         self._collate = build_collate(config, "data.collate", dataset)
-        train = _Stream(order.train, order.num_train, order.seed)
-        self._train = _Microbatches(dataset, train, self._collate, "data.collate")
+        train = _Stream(order.train, order.num_train, order.seed, vocab_size)
+        self.train = _Microbatches(dataset, train, self._collate, "data.collate", num_workers)
         # The seed is that of the training data, so that two parts of one `random_split` do not overlap.
         with own_randomness(order.seed):
             held_out = build_validation(config, dataset)
         self.num_validation = order.num_validation
-        ids = order.validation
+        ids: Callable[[Int64s], Int64s] = order.validation
         if config.has_own_validation:
             self.num_validation = len(held_out)
-            ids = _as_they_are
+            ids = _unchanged
         # Without validation samples an epoch has no length to divide by, so its length is at least 1.
-        validation = _Stream(ids, max(1, self.num_validation), order.seed)
+        validation = _Stream(ids, max(1, self.num_validation), order.seed, vocab_size, "validation sample")
         self._validation_collate = build_collate(config.validation, _VALIDATION_COLLATE, held_out)
         self._validation = _Microbatches(held_out, validation, self._validation_collate, _VALIDATION_COLLATE)
         self._sampler = _Sampler()
-        on_gpu = device.type == "cuda"
-        num_workers = num_loader_processes(config, on_gpu)
         # One DataLoader serves all attempts, because starting its processes again would take seconds in each attempt.
-        self._loader = _data_loader(self._train, self._sampler, num_workers, on_gpu)
+        self._loader = _data_loader(self.train, self._sampler, num_workers, on_gpu)
         self.num_ahead = num_workers * PREFETCHED  # microbatches that are read in advance
         # Without loader processes and pinned memory a DataLoader only adds 0.1 ms per microbatch.
         self._in_place = not on_gpu and not num_workers
@@ -93,7 +108,7 @@ class Loader:
         A call ends the fetching of the last call. Raises DataError.
         """
         if self._in_place:
-            return self._fetch_in_place(self._train, microbatches)
+            return self._fetch_in_place(self.train, microbatches)
         self._sampler.microbatches = microbatches
         # `iter` starts the fetching, which continues while the caller prepares its first step.
         try:
@@ -103,7 +118,9 @@ class Loader:
                 f"loader processes cannot pickle the dataset, its collate function or order ({error}); "
                 "data.num_workers=0 starts no loader processes"
             ) from error
-        return map(self._to_device, fetching)
+        except (BrokenPipeError, EOFError):
+            raise DataError(_NOT_STARTED) from None
+        return self._receive(fetching)
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """Fetch the microbatches of validation positions.
@@ -152,27 +169,8 @@ class Loader:
 
         The microbatches that `steps` fetches ahead are not affected. Raises DataError.
         """
-        (fetched,) = self._fetch_in_place(self._train, iter([microbatch]))
+        (fetched,) = self._fetch_in_place(self.train, iter([microbatch]))
         return fetched
-
-    def digest(self, start: int, stop: int) -> int:
-        """Return a digest of the samples at training positions [start, stop).
-
-        The digest covers the ids and positions of the samples, not their contents.
-        """
-        # The digest follows from the order alone, so nothing is fetched.
-        return self._train.digest(start, stop)
-
-    def ids(self, start: int, stop: int) -> list[int]:
-        """Return the ids of the samples at training positions [start, stop)."""
-        return self._train.ids(start, stop)
-
-    def not_finite(self, start: int, stop: int) -> list[int]:
-        """Return ids of samples that contain a NaN or infinity.
-
-        The samples at training positions [start, stop) are read again.
-        """
-        return self._train.not_finite(start, stop)
 
     def close(self) -> None:
         """End the loader processes. Nothing can be fetched afterwards."""
@@ -183,7 +181,44 @@ class Loader:
 
     def _fetch_in_place(self, dataset: _Microbatches, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         for microbatch in microbatches:
-            yield self._to_device(dataset[microbatch])
+            self.reading = lambda: dataset.reading
+            fetched = dataset[microbatch]
+            self.reading = str
+            yield self._to_device(fetched)
+
+    def _receive(self, fetching: Iterator[Fetched | DataError]) -> Iterator[Fetched]:
+        while True:
+            self.reading = self._read_for_next
+            try:
+                fetched = next(fetching, None)
+            except (OSError, EOFError, RuntimeError) as error:
+                # Frames of the traceback would keep the loader processes.
+                raise self._cause_of(error.with_traceback(None)) from None
+            finally:
+                self.reading = str
+            if fetched is None:
+                return
+            yield self._to_device(fetched)
+
+    def _read_for_next(self) -> str:
+        """Return the samples that the next microbatch waits for in its loader process."""
+        fetching: Any = self._loader._iterator
+        return self.train.read_by(fetching._task_info[fetching._rcvd_idx][0])
+
+    def _cause_of(self, error: Exception) -> Exception:
+        """Return how a loader process has ended, or `error` if all live."""
+        fetching: Any = self._loader._iterator
+        connection.wait([process.sentinel for process in fetching._workers], _DEATH_NEWS_S)
+        for number, process in enumerate(fetching._workers):
+            code, reading = process.exitcode, self.train.read_by(number)
+            if code is None:
+                continue
+            if code > 0 and not reading:
+                return DataError(_NOT_STARTED)
+            what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            advice = _LACK if -code in (signal.SIGKILL, signal.SIGBUS) else ""
+            return RuntimeError(f"a loader process {what} {reading}{advice}")
+        return error
 
     def _to_device(self, fetched: Fetched | DataError) -> Fetched:
         if isinstance(fetched, DataError):
@@ -209,6 +244,8 @@ class _Stream(NamedTuple):
     ids: Callable[[Int64s], Int64s]  # maps positions to samples
     epoch_length: int  # positions of an epoch
     seed: int  # of the samples' random numbers
+    vocab_size: int | None = None
+    noun: str = "sample"  # of a sample, for messages
 
 
 class _Microbatches:
@@ -217,11 +254,16 @@ class _Microbatches:
     The DataLoader reads from this dataset, and its processes hold a copy.
     """
 
-    def __init__(self, dataset: Dataset, stream: _Stream, collate: Collate | None, key: str) -> None:
+    def __init__(
+        self, dataset: Dataset, stream: _Stream, collate: Collate | None, key: str, num_processes: int = 0
+    ) -> None:
         """Read the samples of a stream.
 
         `key` is the configuration key of `collate`, for messages.
         """
+        self.reading = ""  # names the samples that this process reads
+        # The same for each loader process, in shared memory: a process that hangs or was killed cannot be asked.
+        self._texts = [multiprocessing.RawArray("c", _TEXT_BYTES) for _ in range(num_processes)]
         self._dataset = dataset
         self._stream = stream
         self._collate = collate
@@ -236,34 +278,49 @@ class _Microbatches:
         self._layout: list[Leaf] | None = None
 
     def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
+        self.reading = "while ordering samples"
         try:
             ids, keys = self._ordered(microbatch.start, microbatch.stop)
+            self._mark(microbatch.start, ids.tolist())
             if self._read_batch:
                 batch = self._read_batch(ids)
             else:
                 batch = self._read(microbatch.start, ids.tolist(), keys.tolist())
+            if self._stream.vocab_size is not None:
+                self._check_tokens(ids, batch, self._stream.vocab_size)
         except DataError as error:
             # The error is returned, because raised in a loader process its message would be buried in that process's
             # traceback.
             return error
-        except SystemExit as error:
+        except (Exception, SystemExit) as error:
             # SystemExit would end a loader process without reporting the exception.
-            raise as_exception(error) from None
+            raised = as_exception(error)
+            raised.add_note(self.reading)
+            if raised is error:
+                raise
+            raise raised from None
         # The samples of a pad are counted in a microbatch with a weight.
         if microbatch.weight == 0:
             return Fetched(microbatch, batch, num_samples=0, digest=0)
         return Fetched(microbatch, batch, len(ids), int(keys.sum()))
 
+    def read_by(self, process: int) -> str:
+        """Return what `reading` is in a loader process."""
+        return bytes(self._texts[process].value).decode()
+
     def digest(self, start: int, stop: int) -> int:
+        """Return a digest of the ids and positions of the samples at positions [start, stop)."""
         _, keys = self._ordered(start, stop)
         return int(keys.sum())
 
     def ids(self, start: int, stop: int) -> list[int]:
+        """Return the ids of the samples at positions [start, stop)."""
         ids, _ = self._ordered(start, stop)
         found: list[int] = ids.tolist()
         return found
 
     def not_finite(self, start: int, stop: int) -> list[int]:
+        """Read the samples at positions [start, stop) again, and return ids of those with a NaN or infinity."""
         ids, keys = self._ordered(start, stop)
         found = []
         # Each sample is read alone, because a batch does not show which of its samples holds the number.
@@ -287,6 +344,27 @@ class _Microbatches:
         wanted = slice(start - first, stop - first)
         return ids[wanted], keys[wanted]
 
+    def _mark(self, position: int, ids: list[int]) -> None:
+        """Record that this process reads these samples."""
+        named = in_ranges(self._stream.noun, ids[:_NUM_NAMED]) + ", ..." * (len(ids) > _NUM_NAMED)
+        self.reading = f"while reading {named} (epoch {position // self._stream.epoch_length + 1})"
+        if process := get_worker_info():
+            self._texts[process.id].value = self.reading.encode()
+
+    def _check_tokens(self, ids: Int64s, batch: Any, vocab_size: int) -> None:
+        """Raise DataError if the model has no embedding for a token."""
+        inputs, targets = (batch, batch["labels"]) if isinstance(batch, Mapping) else batch
+        if isinstance(inputs, Mapping):
+            inputs = inputs["input_ids"]
+        for tokens, least in ((inputs, 0), (targets, IGNORED)):
+            outside = (tokens < least) | (tokens >= vocab_size)
+            if outside.any():
+                row = int(outside.nonzero()[0, 0])
+                raise DataError(
+                    f"token {int(tokens[outside][0])} in {self._stream.noun} {ids[row]}, but model.vocab_size is "
+                    f"{vocab_size}: set it above the largest token, or use another tokenizer"
+                )
+
     def _read(self, start: int, ids: list[int], keys: list[int]) -> Batch:
         """Read samples, from a position on, and make a batch."""
         samples: Any  # a sequence
@@ -295,6 +373,7 @@ class _Microbatches:
         else:
             positions = range(start, start + len(ids))
             samples = list(map(self._sample, positions, ids, keys))
+            self._mark(start, ids)
         if self._collate is not None:
             # `collate` may draw random numbers, for masking for example; they are keyed by the batch's first sample.
             with own_randomness(keys[0]):
@@ -303,6 +382,7 @@ class _Microbatches:
         return stack(samples)
 
     def _sample(self, position: int, index: int, key: int) -> Any:
+        self._mark(position, [index])
         if self._set_epoch is not None:
             self._set_epoch(position // self._stream.epoch_length)
         if not self._is_augmented:
@@ -365,9 +445,5 @@ def _in_words(layout: list[Leaf]) -> str:
     return f"({', '.join(map(str, layout))})"
 
 
-def _as_they_are(positions: Int64s) -> Int64s:
-    return positions
-
-
-def _unchanged(fetched: Any) -> Any:
-    return fetched
+def _unchanged(given: Any) -> Any:
+    return given

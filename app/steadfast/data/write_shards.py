@@ -34,7 +34,7 @@ def write_shards(stream: Iterable[Any], folder: Path) -> int:
         DataError: a sample cannot be stored, or the stream gives other samples than those of the shards.
         StorageError: the folder cannot be written.
     """
-    samples = iter(stream)
+    samples = _naming(stream)
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer()
@@ -130,6 +130,17 @@ class _Writer:
         table = pa.table(columns)
         self._schema = self._schema or table.schema
         return table
+
+
+def _naming(stream: Iterable[Any]) -> Iterator[Any]:
+    """Yield the samples of a stream, and name the sample at which the stream raises an exception."""
+    number = -1
+    try:
+        for number, sample in enumerate(stream):  # noqa: B007
+            yield sample
+    except Exception as error:
+        error.add_note(f"while reading sample {number + 1} of the stream")
+        raise
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ class SuspectFinder:
         own = []
         for number, ((_, index, start, stop, _), is_empty) in enumerate(stats.suspects):
             # Only the rank that trained on a microbatch reads its samples again, to find numbers that are not finite.
-            not_finite = self._loader.not_finite(start, stop) if number < _READ else []
-            own.append(Suspect(index, self._loader.ids(start, stop), not_finite, is_empty))
+            not_finite = self._loader.train.not_finite(start, stop) if number < _READ else []
+            own.append(Suspect(index, self._loader.train.ids(start, stop), not_finite, is_empty))
         return sorted(chain.from_iterable(gather_objects(own, self._world.groups.control)))
 
     def describe(self, stats: StepStats, suspects: Sequence[Suspect]) -> str:

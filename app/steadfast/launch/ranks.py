@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from steadfast.errors import SteadfastError
+from steadfast.errors import SteadfastError, described
 
 # Time that a failed rank waits for another rank to report the cause. torchrun ends all other ranks after one exit.
 _OF_FIRST_S = 3.0  # time for rank 0 to report the same error
@@ -58,7 +58,7 @@ def _let_others_speak(error: Exception) -> None:
 def _leave_message(error: Exception) -> None:
     """Write the message to torchrun's error file for this rank."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = f"error: {error}" if isinstance(error, SteadfastError) else f"{type(error).__name__}: {error}"
+        text = f"error: {error}" if isinstance(error, SteadfastError) else described(error)
         # The format is that of torch.distributed.elastic's ErrorHandler, without the traceback, which is printed.
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": message}))

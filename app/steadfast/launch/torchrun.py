@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from steadfast.analysis.report.write import reported
 from steadfast.config import Config, ScalingConfig
-from steadfast.errors import RunConflict, SteadfastError, TrainingError
+from steadfast.errors import RunConflict, SteadfastError, TrainingError, described
 from steadfast.guards.corruption import NO_RANK, Corrupted
 from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.guards.numerics import BadStep
@@ -168,7 +168,7 @@ class TorchrunRuntime:
         return True
 
     def _failure(self, step: int, error: BaseException, fatal: bool) -> Failure:
-        failure = Failure(step=step, error=f"{type(error).__name__}: {error}", fatal=fatal)
+        failure = Failure(step=step, error=described(error), fatal=fatal)
         kind = failure_kind(error)
         if kind not in _OF_ONE_RANK:
             return failure
@@ -267,7 +267,8 @@ def _train(command: Command, directory: RunDirectory, runtime: TorchrunRuntime) 
     with closing(runtime), Interrupts(runtime.request_stop, of_process=command.owns_process):
         worker = start_worker(command.config, runtime)
         if worker is not None:
-            outcome = train_in_worlds(runtime, worker, directory)
+            with closing(worker.loader):
+                outcome = train_in_worlds(runtime, worker, directory)
     if outcome is not None and outcome.kind == "finished":
         return Ending(0, worker=worker)
     return Ending(EXIT_STOPPED, worker=worker)

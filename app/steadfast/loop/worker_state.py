@@ -31,7 +31,7 @@ from steadfast.checkpoint.state import (
     newest_whole,
 )
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import Config, EmaConfig, Every, Target, TargetOptimizer, TensorSection
+from steadfast.config import Config, EmaConfig, Every, Target, TargetOptimizer, TaskConfig, TensorSection
 from steadfast.data import Extent, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch
 from steadfast.data.fingerprint import fingerprint
@@ -95,7 +95,9 @@ class WorkerState:
         self.counts_vary: bool = getattr(self.dataset, "counts_vary", True)
         self.order = build_order(config.data, Extent.of(self.dataset), config.run.seed)
         param_dtype = self.precision.param_dtype  # does not depend on the world
-        self.loader = Loader(self.dataset, self.order, config.data, device, param_dtype)
+        # A task of the user's own may have other integers in its batches.
+        vocab_size = getattr(config.model, "vocab_size", None) if isinstance(config.task, TaskConfig) else None
+        self.loader = Loader(self.dataset, self.order, config.data, device, param_dtype, vocab_size)
         size = config.batch.microbatch_size
         if size == "auto":
             self.loader.check_validation(2)

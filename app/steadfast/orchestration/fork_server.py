@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from steadfast.orchestration.fork_worker import RAYLET_VARIABLE, STARTED, STREAMS, receive, user_of
+from steadfast.run.interrupts import STOP_SIGNALS
 
 # Imported when the server starts.
 LIBRARIES = (
@@ -256,7 +257,7 @@ def _run_worker(request: dict[str, Any]) -> None:
 
 def main() -> None:
     """Import what workers need, then fork a worker for each request."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     environment = dict(os.environ)
     descriptor, num_threads, *raylets = sys.argv[1:]
     # Ray sets this variable in a worker, but only after the libraries that read it have been imported.

@@ -259,7 +259,7 @@ class Supervisor:
         if self._reported is None:
             places = {name: _place(reports[name]) for name in hang.members}
             self._reported = _ReportedHang(hang, now.attempt, places, now.now_s)
-            yield from self._report_hang(hang, now.attempt, limit_s)
+            yield from self._report_hang(hang, now.attempt, limit_s, reports[hang.members[0]].reading)
             return
         if now.now_s - self._reported.at_s < _STACKS_S:
             return
@@ -281,9 +281,10 @@ class Supervisor:
             again = f", as {self._hung[place]} before it after step {hang.step}"
         for name in hang.members:
             self._hung[place] += 1
-            yield Lose(name, f"hung in {hang.phase} for {hang.seconds:.1f} s{again}", FailureKind.HANG)
+            what = f"hung in {hang.phase} for {hang.seconds:.1f} s {reports[name].reading}".rstrip()
+            yield Lose(name, what + again, FailureKind.HANG)
 
-    def _report_hang(self, hang: Hang, attempt: int, limit_s: float) -> Iterator[Decision]:
+    def _report_hang(self, hang: Hang, attempt: int, limit_s: float, reading: str) -> Iterator[Decision]:
         hung = events.Hang(
             attempt=attempt,
             ranks=hang.ranks,
@@ -292,6 +293,7 @@ class Supervisor:
             seconds=round(hang.seconds, 1),
             stacks=self._stacks,
             guess=hang.guess,
+            reading=reading or None,
             ends_s=round(limit_s, 1),
         )
         yield Record(hung)

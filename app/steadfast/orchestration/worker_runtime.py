@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from steadfast.balance.shares import LABEL
 from steadfast.config import Config
-from steadfast.errors import as_exception, traceback_of
+from steadfast.errors import as_exception, described, traceback_of
 from steadfast.guards.corruption import Corrupted
 from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.guards.numerics import BadStep
@@ -229,7 +229,7 @@ class RayRuntime:
     def _report(self, step: int, error: BaseException) -> tuple[FailureKind, bool]:
         # Returns the kind of the failure, and whether the run is over.
         kind = failure_kind(error, has_peers=self._attempt > 0)
-        message = str(error) if kind is FailureKind.OURS else f"{type(error).__name__}: {error}"
+        message = str(error) if kind is FailureKind.OURS else described(error)
         failure = FailureReport(kind, self._attempt, step, message, traceback_of(as_exception(error)))
         if isinstance(error, BadStep):
             failure = replace(failure, skip=error.steps)

@@ -513,6 +513,7 @@ class Hang(Event):
     # waits
     guess: str = "stuck"
     ends_s: float | None = None  # seconds in `phase` after which the attempt ends, by the current estimate
+    reading: str | None = None  # samples that the first of these ranks waits for, in words
 
     @property
     def what(self) -> str:
@@ -521,7 +522,7 @@ class Hang(Event):
         return f"{in_ranges('rank', self.ranks)} {what} in {self.phase}"
 
     def line(self) -> str:
-        line = f"{self.what} after step {self.step} for {self.seconds:.1f} s"
+        line = f"{self.what} after step {self.step} for {self.seconds:.1f} s {self.reading or ''}".rstrip()
         if self.ends_s is not None:
             # The guess "all wait" is shown as it is.
             waiting = {"stuck": "the other ranks wait", "slow": "no rank waits"}.get(self.guess, self.guess)

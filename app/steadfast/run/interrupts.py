@@ -1,6 +1,7 @@
-"""Handle Ctrl-C, SIGTERM and SIGHUP.
+"""Handle Ctrl-C, SIGTERM and SIGHUP, and the notices SIGUSR1 and SIGUSR2.
 
-The first signal makes the run finish the step, write a checkpoint and stop. A second signal stops the run at once.
+The first signal makes the run finish the step, write a checkpoint and stop. A second signal stops the run at once,
+unless one of the two is a notice.
 """
 
 import contextlib
@@ -16,7 +17,9 @@ from types import FrameType
 from typing import Any, Self
 
 EXIT_STOPPED = 3
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal closed or the ssh connection ended
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers send one some time before an allocation ends
+# SIGHUP: the terminal closed or the ssh connection ended
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_NOTICES)
 _ABORT_S = 3.0
 # A terminal and a launcher may both deliver the same Ctrl-C. A user does not press Ctrl-C twice within this time.
 _SAME_S = 0.5
@@ -41,13 +44,10 @@ class Interrupts:
     ) -> None:
         self.on_stop = on_stop
         self.on_abort = on_abort
+        self.stopping = False
         self._of_process = of_process
-        self._first_s = 0.0
+        self._first_s = 0.0  # time of the first signal that is no notice
         self._former: dict[int, Any] = {}
-
-    @property
-    def stopping(self) -> bool:
-        return self._first_s > 0
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a stop has been requested.
@@ -61,30 +61,29 @@ class Interrupts:
     def __enter__(self) -> Self:
         # Python delivers signals to the main thread, and refuses handlers that another thread installs.
         if threading.current_thread() is threading.main_thread():
-            self._former = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
             for number, former in self._former.items():
-                # A SIGHUP that is ignored, as under `nohup`, stays ignored.
-                if number != signal.SIGHUP or former != signal.SIG_IGN:
+                if not _stays_ignored(number, former):
                     signal.signal(number, self._handle)
             if self._of_process and stop_requested():
+                self.stopping = True
                 self._first_s = time.monotonic()
         return self
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
-        """Block SIGHUP and SIGTERM in processes started within the context.
+        """Block all stop signals but SIGINT in processes started within the context.
 
-        A service manager sends SIGTERM to all processes of a service, but this command decides when its processes end.
-        The handlers of this object stay in place.
+        Service managers and Slurm send signals to all processes of a service or job step, but this command decides when
+        its processes end. The handlers of this object stay in place.
         """
         # New processes inherit the blocked signals. Threads that libraries (numpy) started earlier do not block the
         # signals, so a signal may arrive within the context; therefore libraries must not install a handler there.
         if not self._former:
             yield
             return
-        blocked = {signal.SIGTERM}
-        if self._former[signal.SIGHUP] != signal.SIG_IGN:
-            blocked.add(signal.SIGHUP)
+        blocked = {number for number, former in self._former.items() if not _stays_ignored(number, former)}
+        blocked.remove(signal.SIGINT)
         set_handler = signal.signal
 
         def set_other_handler(number: int, handler: Any) -> Any:
@@ -115,9 +114,14 @@ class Interrupts:
         now_s = time.monotonic()
         if number == signal.SIGHUP:
             _leave_terminal()
+        if not self.stopping:
+            self.stopping = True
+            self.on_stop(f"{signal.Signals(number).name} to pid {os.getpid()} on {socket.gethostname()}")
+        # A scheduler repeats a notice, and sends SIGTERM after it, while the checkpoint is being written.
+        if number in _NOTICES:
+            return
         if not self._first_s:
             self._first_s = now_s
-            self.on_stop(f"{signal.Signals(number).name} to pid {os.getpid()} on {socket.gethostname()}")
         elif now_s - self._first_s > _SAME_S:
             if not self._of_process:
                 raise KeyboardInterrupt
@@ -130,14 +134,18 @@ class Interrupts:
 
 
 def stop_by_signals() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt.
+    """Make the stop signals raise KeyboardInterrupt.
 
-    From then on `stop_requested` returns True. The handlers apply until `Interrupts` replaces them. A SIGHUP that is
-    ignored stays ignored.
+    From then on `stop_requested` returns True. The handlers apply until `Interrupts` replaces them.
     """
-    for number in _SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+    for number in STOP_SIGNALS:
+        if not _stays_ignored(number, signal.getsignal(number)):
             signal.signal(number, _request_stop)
+
+
+def _stays_ignored(number: int, former: Any) -> bool:
+    # `nohup` ignores SIGHUP. A shell ignores SIGINT in a process that it starts in the background.
+    return former == signal.SIG_IGN and number not in (signal.SIGINT, signal.SIGTERM)
 
 
 def stop_requested() -> bool:

@@ -309,7 +309,7 @@ class Recorder:
             self._ledger.commit(lines)
 
     def _write_as_planned(self, step: int) -> None:
-        samples_digest = self._worker.loader.digest(*self._plan.positions(step))
+        samples_digest = self._worker.loader.train.digest(*self._plan.positions(step))
         self._ledger.as_planned(step, samples_digest, self._digests.pop(step, ""))
 
     def _log(self, stats: StepStats, lr: float) -> None:

@@ -78,6 +78,7 @@ class Progress:
         self._clock = clock
         self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._interrupted: _Mark | None = None  # the phase that a compilation interrupts
+        self.reading: Callable[[], str] = str  # `Loader.reading`, once there is a loader
         # State of the reading thread.
         self._reported_s = clock()
         self._reported_mark: _Mark | None = None
@@ -204,6 +205,7 @@ class Progress:
             limit_s=limit_s,
             spent_s={phase: round(seconds, 4) for phase, seconds in spent_s.items()},
             device_s=round(self._device_s, 4),
+            reading=self.reading(),
         )
 
     def stacks(self) -> str:

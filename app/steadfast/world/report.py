@@ -21,3 +21,4 @@ class ProgressReport:
     # Seconds of work on the device in this attempt, from each step's first forward to its last backward. There a phase
     # ends as soon as the host has launched its work, so its own duration says little.
     device_s: float = 0.0
+    reading: str = ""  # samples that this worker waits for, as in `Loader.reading`
