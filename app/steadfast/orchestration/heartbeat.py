@@ -192,6 +192,11 @@ class HeartbeatServer:
         for peer in self._peers.values():
             peer.transport.write(_line_of(commands))
 
+    @property
+    def connected(self) -> list[str]:
+        """Return the names of the workers that send heartbeats."""
+        return list(self._peers)
+
     def answer(self, name: str, line: bytes) -> None:
         """Send a worker a line of `answer_line`. A worker that is lost meanwhile gets no answer."""
         if name in self._admitted:
