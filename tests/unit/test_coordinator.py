@@ -160,7 +160,7 @@ def test_run_ends_with_torchs_sentence_if_no_worker_has_a_gpu(
     monkeypatch.setattr(coordinator, "_START_S", 0.01)
 
     async def story(worlds: Worlds) -> None:
-        worlds.subject.heartbeats._peers.update(dict.fromkeys(peers))
+        worlds.subject.heartbeats.peers.update(dict.fromkeys(peers))
         report = FailureReport(FailureKind.DEVICE, 0, 0, "no NVIDIA driver", "", node="broken")
         assert await worlds.subject.failed("a", report) is False
         await asyncio.sleep(0.3)

@@ -28,7 +28,7 @@ from steadfast.world.device import (
     cores_of_a_worker,
     gather_gpus,
     set_numerics,
-    start,
+    started,
     torchrun_device,
     variables_kept,
 )
@@ -112,7 +112,7 @@ def test_a_worker_of_ray_takes_the_gpu_that_it_was_assigned(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert assigned_device(gpu_ids) == device
-    start(device)
+    started(device)
     assert cuda.current == device.index
 
 
@@ -132,7 +132,7 @@ def test_gpu_that_torch_cannot_use_is_an_error_with_torchs_sentence(
     cuda.count = 1
     cuda.faults[function] = fault
     with pytest.raises(GpuUnusable, match=re.escape(sentence)) as raised:
-        start(assigned_device(["0"]))
+        started(assigned_device(["0"]))
     assert failure_kind(raised.value) is FailureKind.DEVICE
     monkeypatch.setattr(os, "listdir", lambda folder: ["nvidia0"])
     monkeypatch.setattr(torch.version, "cuda", "13.0")

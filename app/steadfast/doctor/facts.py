@@ -67,14 +67,13 @@ class NodeFacts:
     gpu_fault: str = ""  # why torch cannot use the GPU that Ray has assigned, and what to do
 
 
-def gather_facts(head: str, storage: str, device: torch.device, gpu_fault: str = "") -> NodeFacts:
+def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
     """Return the facts of this node.
 
     Args:
         head: the address of the cluster's head.
         storage: `run.storage`, a path or a URI.
         device: the device of this process.
-        gpu_fault: as in `NodeFacts`.
     """
     driver, gpus = _gpus()
     own_address = _address_towards(head)
@@ -90,7 +89,6 @@ def gather_facts(head: str, storage: str, device: torch.device, gpu_fault: str =
         num_cpus=os.cpu_count() or 1,
         gpus=gpus,
         device=device.type,
-        gpu_fault=gpu_fault,
         free_memory_bytes=free_bytes(),
         shared_memory=_space(Path(_SHARED_MEMORY)),
         disks=_disks(storage),

@@ -47,7 +47,7 @@ from steadfast.errors import GpuUnusable
 from steadfast.orchestration.trainer import head_host
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import Store
-from steadfast.world.device import assigned_device, start
+from steadfast.world.device import assigned_device, started
 from steadfast.world.groups import PeerLost, recover_in_process, serve_store
 
 _START_S = 120.0  # time for an actor to start its process, and to import this program and torch
@@ -74,10 +74,6 @@ class Inspector:
     """Ray actor that examines its node.
 
     Ray starts its process in the same way as a worker's process.
-
-    Args:
-        shares_gpu: whether another inspector uses the same GPU. Two ranks of NCCL need two GPUs, so both measure on
-            the CPU then.
     """
 
     def __init__(self, name: str, head: str, store: Store, shares_gpu: bool) -> None:
@@ -88,15 +84,15 @@ class Inspector:
         self._device = assigned_device(ray.get_gpu_ids())
         self._gpu_fault = ""
         try:
-            start(self._device)
+            started(self._device)
         except GpuUnusable as error:
             self._gpu_fault = str(error)
-        if self._gpu_fault or shares_gpu:
+        if self._gpu_fault or shares_gpu:  # two ranks of NCCL need two GPUs
             self._device = torch.device("cpu")
         self._served: dist.TCPStore | None = None
 
     def facts(self) -> NodeFacts:
-        return gather_facts(self._head, self._store.uri, self._device, self._gpu_fault)
+        return replace(gather_facts(self._head, self._store.uri, self._device), gpu_fault=self._gpu_fault)
 
     def clock_s(self) -> float:
         return time.time()

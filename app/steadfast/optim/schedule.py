@@ -66,7 +66,7 @@ def _one_cycle(config: OneCycleConfig, peak: float, step: int, num_steps: int) -
     start = peak / config.start_divisor
     last_rising = config.rising_fraction * num_steps - 1
     at = step - 1
-    if at <= last_rising:
+    if at <= last_rising and last_rising:  # a rise of one step is at the peak already
         return _cosine(start, peak, at / last_rising)
     return _cosine(peak, start / config.end_divisor, min(1.0, (at - last_rising) / (num_steps - 1 - last_rising)))
 

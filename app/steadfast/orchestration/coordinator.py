@@ -499,11 +499,9 @@ class Coordinator:
     async def _check_gpus(self, fault: str) -> None:
         """End the run for a fault if no worker is left, and no node without such a fault."""
         await asyncio.sleep(_START_S)
-        usable = startable()
-        for node in await asyncio.to_thread(ray.nodes):
-            if node["Alive"] and self._faulty_nodes.get(node["NodeID"]) != FailureKind.DEVICE:
-                usable += [node["Resources"]] * (node["Resources"].get("GPU", 0) >= 1)
-        if not (usable or self.heartbeats.connected or self.over):
+        nodes = await asyncio.to_thread(ray.nodes)
+        with_gpus = {node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")}
+        if not (with_gpus - self._faulty_nodes.keys() or startable() or self.heartbeats.peers or self.over):
             self.give_up(fault)
 
     def _failure(self, member: str, report: FailureReport) -> events.Failure:

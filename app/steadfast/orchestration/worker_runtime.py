@@ -29,7 +29,7 @@ from steadfast.orchestration.user_output import shown_output
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Checkpoint, Event, Output
 from steadfast.run.interrupts import unblock_sigterm
-from steadfast.world.device import assigned_device, start
+from steadfast.world.device import assigned_device, started
 from steadfast.world.groups import PeerLost, WorldRank, prefer_interface_of, recover_in_process, serve_store
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
@@ -277,7 +277,7 @@ def train_loop(spec: WorkerSpec) -> str:
     runtime = RayRuntime(spec)
     with shown_output(runtime.show_output):
         try:
-            start(runtime.device)
+            started(runtime.device)
             _settle(spec)
         except Exception as error:
             runtime.failed(0, error)  # ends the run, or this worker alone

@@ -33,7 +33,7 @@ class Gpu(NamedTuple):
 
 
 def assigned_device(gpu_ids: Sequence[object]) -> torch.device:
-    """Return the GPU that Ray has assigned, or the CPU. `start` follows."""
+    """Return the GPU that Ray has assigned, or the CPU. `started` follows."""
     # torch alone does not know: Ray does not hide a machine's GPUs from a worker without a GPU.
     if not gpu_ids:
         return _CPU
@@ -57,7 +57,8 @@ def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
         GpuUnusable: torch cannot use the GPU.
     """
     has_gpus = torch.cuda.is_available()
-    if wanted == 0 or (wanted == "auto" and not has_gpus and not _offers_gpus()):
+    offered = torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _num_gpus()
+    if wanted == 0 or (wanted == "auto" and not (has_gpus or offered)):
         return _CPU
     num_gpus = torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -66,34 +67,27 @@ def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
             f"torchrun has started {num_ranks} rank(s) on this machine, which has {num_gpus} GPU(s): each rank needs a "
             "GPU of its own. Lower --nproc-per-node, or train on the CPU with scaling.gpus_per_worker=0"
         )
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    start(device)
-    return device
+    return started(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
 
 
-def start(device: torch.device) -> None:
-    """Make a GPU the current one, and compute on it. Do nothing for the CPU.
+def started(device: torch.device) -> torch.device:
+    """Return the device. A GPU is made the current one, and computes once.
 
     Raises GpuUnusable with torch's own sentence.
     """
     if device.type != "cuda":
-        return
+        return device
     try:
         torch.cuda.init()  # `set_device` of a torch for CPUs lacks the sentence
         torch.cuda.set_device(device)
         probe(device)
+        return device
     except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0].rstrip(". ")
         raise GpuUnusable(
             f"{socket.gethostname()}: torch {torch.__version__} cannot use the GPU: {reason}. Look at nvidia-smi there "
             "and whether the driver is new enough for this torch, or train on the CPU with scaling.gpus_per_worker=0"
         ) from error
-
-
-def _offers_gpus() -> bool:
-    """Return whether this machine has GPUs for a torch that is built for them."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return torch.version.cuda is not None and not hidden and _num_gpus() > 0
 
 
 def _num_gpus() -> int:

@@ -191,12 +191,11 @@ class SlotWorkerGroup(WorkerGroup):
         elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
         now_s = time.monotonic()
         fault = self._fault_of(node)
-        avoided = False
         if fault:
             # A worker without its GPU cannot train, so nothing is lost if there is no other node.
             avoided = self._quarantine.avoid(node, now_s, elsewhere or fault == FailureKind.DEVICE)
-        elif not released:
-            avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
+        else:
+            avoided = not released and self._quarantine.record_death(node, lived_s, now_s, elsewhere)
         if avoided:
             why = "its workers died early, computed wrongly or could not use their GPU"
             text = f"node {node_name(node)} gets no new workers for a while: {why}"
