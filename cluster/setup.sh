@@ -13,6 +13,8 @@ if ! python cluster/missing.py 2> /dev/null; then
   python cluster/missing.py
 fi
 
+python cluster/driver.py
+
 profile="$HOME/.bashrc" # which Ray reads before every command; the first lines, since some end early when nobody types
 grep -q '# steadfast$' "$profile" 2> /dev/null || {
   before=$(cat "$profile" 2> /dev/null || true)

@@ -4,7 +4,8 @@ SteadfastError
 ├── UsageError            2  the command cannot be carried out as given
 │   ├── ConfigError       2  the configuration is wrong; carries every problem found
 │   ├── RunConflict       2  the run directory is in use, or belongs to another configuration
-│   └── ResourcesMissing  2  the cluster did not provide the workers in time
+│   ├── ResourcesMissing  2  the cluster did not provide the workers in time
+│   └── GpuUnusable       2  torch cannot use a GPU that was asked for
 ├── TrainingError         1  the run began and cannot continue
 │   └── DataError         1  the data are empty, unreadable or of the wrong shape
 └── StorageError          1  the run directory cannot be read or written
@@ -82,6 +83,10 @@ class DataError(TrainingError):
 
 
 class ResourcesMissing(UsageError):
+    pass
+
+
+class GpuUnusable(UsageError):
     pass
 
 

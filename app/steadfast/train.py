@@ -84,6 +84,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
 
     # Step until the run or the attempt ends. All ranks learn of a request after the same step.
     guard = _build_guard(worker, world, plan, runtime, past_losses(directory.store, restored.step))
+    recorder.checkpoints(checkpoints.news())
     recorder.begin(plan, restored, timer, snapshots)
     validator.resume(restored.step, recorder.metrics)
 

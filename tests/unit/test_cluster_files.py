@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import jsonschema
 import pytest
 import ray
 import yaml
+
+from cluster.driver import LEAST, problem
 
 CLUSTER = Path(__file__).parents[2] / "cluster"
 CLOUDS = ["aws.yaml", "gcp.yaml", "azure.yaml"]
@@ -129,3 +132,46 @@ def test_scripts_are_valid_bash() -> None:
             for command in cluster[key]:
                 assert shlex.split(command)
                 subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
+PINNED = ("torch==2.13.0", "13.0")  # a new pin needs a look at the CUDA of its wheel on PyPI
+IMAGES = [*CLOUDS, "kuberay.yaml", "../docs/deploy/kubernetes.md", "../docs/deploy/clouds.md"]
+
+
+def test_azures_parameters_are_those_of_rays_template() -> None:
+    folder = Path(ray.__file__).parent / "autoscaler" / "_private" / "_azure"
+    known = json.loads((folder / "azure-vm-template.json").read_text())["parameters"]
+    for each in parsed("azure.yaml")["available_node_types"].values():
+        assert set(each["node_config"]["azure_arm_parameters"]) <= set(known)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_have_a_driver_for_the_pinned_torch(name: str) -> None:
+    torch, cuda = PINNED
+    assert torch in (CLUSTER.parent / "constraints.txt").read_text().splitlines()
+    drivers = re.findall(r"(?:driver |nvidia-)(\d{3})\b", (CLUSTER / name).read_text())
+    assert drivers
+    assert not [driver for driver in drivers if problem(driver, cuda)]
+    assert f"nvidia/cuda:{cuda}." in (CLUSTER / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "azure.yaml"])
+def test_a_node_that_has_ended_costs_nothing(name: str) -> None:
+    assert parsed(name)["provider"]["cache_stopped_nodes"] is False
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "is_wrong"),
+    [("570.133.20", "13.0", True), ("580.65", "13.0", False), ("520.1", "12.6", True), ("470.1", None, False)],
+)
+def test_setup_stops_at_a_driver_that_is_too_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, cuda: Any, is_wrong: bool
+) -> None:
+    assert "\npython cluster/driver.py\n" in (CLUSTER / "setup.sh").read_text()
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\necho {driver}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "torch.py").write_text(f"class version:\n    cuda = {cuda!r}\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = subprocess.run([sys.executable, CLUSTER / "driver.py"], capture_output=True, text=True)
+    assert (ended.returncode, f"{LEAST[13]} or newer" in ended.stdout) == (is_wrong, is_wrong and cuda == "13.0")

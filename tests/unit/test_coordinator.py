@@ -18,6 +18,7 @@ import pytest
 
 from steadfast.config import RecoveryConfig, ScalingConfig
 from steadfast.guards.failures import FailureKind
+from steadfast.orchestration import coordinator
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.heartbeat import Commands, Silence, _proof
 from steadfast.orchestration.membership import Membership
@@ -113,7 +114,7 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
         await worlds.form()
         worlds.subject.members["b"] = Member("b", "the actor of b", "node of b")
         assert await find_b_wrong(worlds, first) == [False] * 3
-        assert await worlds.subject.corrupted_nodes() == ["node of b"]
+        assert await worlds.subject.faulty_nodes() == {"node of b": "corruption"}
         assert await worlds.subject.join(Member("b", None, "b")) is Leave.RELEASED
         await worlds.form()  # of those who are left
         assert worlds.subject.membership.world in (("a", "c"), ("c", "a"))
@@ -129,13 +130,48 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
 
 def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(tmp_path: Path) -> None:
     RunDirectory(LocalStore(tmp_path)).record(events.RunStarted(launcher="ray"))
-    for kind, node in (("corruption", "bad"), ("worker", "good")):
+    for kind, node in (("corruption", "bad"), ("worker", "good"), ("device", "without")):
         RunDirectory(LocalStore(tmp_path)).record(events.Failure(kind=kind, member="b", node=node, error="..."))
 
     async def story(worlds: Worlds) -> None:
-        assert await worlds.subject.corrupted_nodes() == ["bad"]
+        assert await worlds.subject.faulty_nodes() == {"bad": "corruption", "without": "device"}
 
     play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("node", "num_gpus", "peers", "startable", "code"),
+    [
+        ("broken", 1, [], [], 2),
+        ("other", 0, [], [], 2),  # such as a head that only coordinates
+        ("other", 1, [], [], None),
+        ("broken", 8, ["b"], [], None),  # on another GPU of the node
+        ("broken", 1, [], [{"GPU": 1}], None),  # the autoscaler may start another node
+    ],
+)
+def test_run_ends_with_torchs_sentence_if_no_worker_has_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, num_gpus: int, peers: Any, startable: Any, code: Any
+) -> None:
+    nodes = [{"NodeID": "broken", "Alive": True, "Resources": {"GPU": 1}}]
+    nodes.append({"NodeID": node, "Alive": True, "Resources": {"GPU": num_gpus}})
+    nodes.append({"NodeID": "dead", "Alive": False, "Resources": {"GPU": 1}})
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr(coordinator, "startable", lambda: startable)
+    monkeypatch.setattr(coordinator, "_START_S", 0.01)
+
+    async def story(worlds: Worlds) -> None:
+        worlds.subject.heartbeats.peers.update(dict.fromkeys(peers))
+        report = FailureReport(FailureKind.DEVICE, 0, 0, "no NVIDIA driver", "", node="broken")
+        assert await worlds.subject.failed("a", report) is False
+        await asyncio.sleep(0.3)
+        assert worlds.subject.over == (code == 2)
+
+    worlds = play(tmp_path, story)
+    named, *ends = worlds.directory.events(events.Failure)
+    assert (named.node, named.kind, named.fatal) == ("broken", "device", False)
+    fit = fit_at(tmp_path)
+    errors = [fit._explained(end) for end in ends]
+    assert [(error.exit_code, str(error)) for error in errors] == [(code, "no NVIDIA driver")] * (code == 2)
 
 
 ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"

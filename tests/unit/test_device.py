@@ -1,6 +1,7 @@
 """Which device a worker takes, and how it computes, with a fake in place of CUDA."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +13,22 @@ import torch.distributed as dist
 
 from steadfast import worker
 from steadfast.config import Config, parse_config
-from steadfast.errors import UsageError
+from steadfast.errors import GpuUnusable, UsageError
+from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.launch.torchrun import run_under_torchrun
 from steadfast.orchestration import worker_runtime
 from steadfast.orchestration.objects import Objects
 from steadfast.orchestration.worker_runtime import RayRuntime, WorkerSpec
 from steadfast.run.directory import RunDirectory
 from steadfast.telemetry.console import Console
+from steadfast.world import device as device_module
 from steadfast.world.device import (
     DETERMINISTIC,
     assigned_device,
     cores_of_a_worker,
     gather_gpus,
     set_numerics,
+    started,
     torchrun_device,
     variables_kept,
 )
@@ -39,13 +43,21 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.current: int | None = None
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: self.count > 0)
+        self.faults: dict[str, BaseException] = {}  # function -> its exception
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: self.count > 0 and not self.faults)
+        monkeypatch.setattr(torch.cuda, "init", lambda: self._call("init"))
+        monkeypatch.setattr(device_module, "probe", lambda device: self._call("probe"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: self.count)
         monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
 
-    def _set_device(self, index: int) -> None:
-        assert index < self.count, "invalid device ordinal"
-        self.current = index
+    def _set_device(self, device: torch.device) -> None:
+        self._call("set_device")
+        assert device.index < self.count, "invalid device ordinal"
+        self.current = device.index
+
+    def _call(self, name: str) -> None:
+        if name in self.faults:
+            raise self.faults[name]
 
 
 @pytest.fixture
@@ -81,7 +93,6 @@ def numerics() -> Iterator[None]:
         ([], 8, None, CPU),  # Ray does not hide a machine's GPUs from a worker that has been assigned none
         (["5"], 1, "5", CUDA),  # and shows one that has been assigned some just these
         (["5"], 1, None, CUDA),
-        (["0"], 0, None, CPU),
         # Under RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES it hides none.
         (["5"], 8, None, torch.device("cuda", 5)),
         (["5"], 4, "4,5,6,7", torch.device("cuda", 1)),
@@ -101,7 +112,36 @@ def test_a_worker_of_ray_takes_the_gpu_that_it_was_assigned(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert assigned_device(gpu_ids) == device
+    started(device)
     assert cuda.current == device.index
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "sentence"),
+    [
+        ("init", AssertionError("Torch not compiled with CUDA enabled"), "Torch not compiled with CUDA enabled. Look"),
+        ("init", RuntimeError("The NVIDIA driver on your system is too old (found version 12080)."), "12080). Look"),
+        ("set_device", RuntimeError("CUDA error: invalid device ordinal\nGPU device may be"), "device ordinal. Look"),
+        ("probe", RuntimeError("CUDA error: no kernel image is available\nSearch for"), "is available. Look"),
+    ],
+)
+@pytest.mark.parametrize("wanted", ["auto", 1])
+def test_gpu_that_torch_cannot_use_is_an_error_with_torchs_sentence(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, function: str, fault: Exception, sentence: str, wanted: Any
+) -> None:
+    cuda.count = 1
+    cuda.faults[function] = fault
+    with pytest.raises(GpuUnusable, match=re.escape(sentence)) as raised:
+        started(assigned_device(["0"]))
+    assert failure_kind(raised.value) is FailureKind.DEVICE
+    monkeypatch.setattr(os, "listdir", lambda folder: ["nvidia0"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(GpuUnusable, match=re.escape(sentence)):
+        torchrun_device(wanted)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user hides the GPUs
+    assert wanted == 1 or torchrun_device(wanted) == CPU
 
 
 @pytest.mark.parametrize(
@@ -145,7 +185,7 @@ def test_the_cores_of_a_machine_are_for_all_workers_on_it(
     assert cores_of_a_worker() == expected
 
 
-@pytest.mark.parametrize(("wanted", "num_gpus"), [("auto", 1), ("1", 1), ("1", 0)])
+@pytest.mark.parametrize(("wanted", "num_gpus"), [("auto", 1), ("1", 1)])
 def test_more_ranks_than_gpus_under_torchrun_are_one_clear_error(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: str, num_gpus: int
 ) -> None:

@@ -101,6 +101,12 @@ PLANTED = {
         "GLOO_SOCKET_IFNAME==eth0 names no interface that is up",
         "Unset GLOO_SOCKET_IFNAME",
     ),
+    "no GPU": (
+        replace(HEALTHY, gpu_fault="h: torch cannot use the GPU: No driver. Please check. Look at nvidia-smi"),
+        "error",
+        "torch cannot use the GPU: No driver. Please check",
+        "Look at nvidia-smi",
+    ),
     "slow interface": (
         beside_eth0("ens6"),
         "warning",

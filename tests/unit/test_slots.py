@@ -62,15 +62,23 @@ def test_only_some_slots_wait_for_room_at_a_time_whatever_is_asked_for(count: in
 
 
 @pytest.mark.parametrize(
-    ("nodes", "others", "avoided"),
-    [(["bad"], ["good"], ["bad"]), ([], ["good"], []), (["bad"], ["bad"], []), (["other"], ["good"], [])],
+    ("faults", "others", "released", "avoided"),
+    [
+        ({"bad": "corruption"}, ["good"], False, ["bad"]),
+        ({}, ["good"], False, []),
+        ({"bad": "corruption"}, ["bad"], False, []),
+        ({"other": "corruption"}, ["good"], False, []),
+        ({"bad": "device"}, ["good"], True, ["bad"]),  # a worker without its GPU has left by itself
+        ({"bad": "device"}, [], True, ["bad"]),
+        ({}, ["good"], True, []),
+    ],
 )
-def test_a_node_whose_worker_has_computed_wrongly_gets_no_other_where_there_is_another_node(
-    nodes: list[str], others: list[str], avoided: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_node_with_a_fault_gets_no_other_worker(
+    faults: dict[str, str], others: list[str], released: bool, avoided: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group(*others)
-    monkeypatch.setattr("ray.get", lambda answer, timeout: nodes)
-    group._record_death("bad", lived_s=1000.0)
+    monkeypatch.setattr("ray.get", lambda answer, timeout: faults)
+    group._record_end("bad", 1000.0, released)
     assert group._quarantine.avoided(time.monotonic()) == avoided
     assert [call.args[0].node for call in group._coordinator.publish.remote.call_args_list] == avoided
 
@@ -78,7 +86,7 @@ def test_a_node_whose_worker_has_computed_wrongly_gets_no_other_where_there_is_a
 def test_a_coordinator_that_is_away_leaves_a_death_to_be_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group("good", quarantine=Quarantine(failures=1))
     monkeypatch.setattr("ray.get", Mock(side_effect=GetTimeoutError))
-    group._record_death("bad", lived_s=1.0)
+    group._record_end("bad", 1.0, released=False)
     assert group._quarantine.avoided(time.monotonic()) == ["bad"]
 
 

@@ -70,6 +70,7 @@ class Checkpoints:
         self._catalog = catalog
         self.world = world
         self._fingerprints = fingerprints
+        self._quarantined: list[events.Event] = []  # of damaged checkpoints, until `news` returns them
         self._newest = 0  # newest step on storage or being written
         self._measured: set[str] = set()  # names of the metrics that its manifest has
         self._writer = writer  # belongs to the process, and knows earlier attempts
@@ -90,7 +91,7 @@ class Checkpoints:
         newest = [Stored(0, math.inf)]
         if self.world.leader:
             with contextlib.suppress(OSError):
-                candidate = self._candidate({})
+                candidate = self._candidate()
                 if candidate is not None:
                     newest = [Stored(candidate.step, age_s(candidate))]
         dist.broadcast_object_list(newest, src=0, group=control)
@@ -105,22 +106,21 @@ class Checkpoints:
                 return owner.token
         return ""
 
-    def find(self) -> tuple[Manifest | None, dict[int, str]]:
-        """Find the newest intact checkpoint, and damage of newer ones by step.
+    def find(self) -> Manifest | None:
+        """Find the newest intact checkpoint, and set damaged ones aside.
 
         Raises StorageError if the checkpoint belongs to another dataset or to other frozen parameters.
         """
         control = self.world.groups.control
-        damaged: dict[int, str] = {}
         while True:
             # All ranks must load the same checkpoint, and storage may change between the looks of two ranks.
             candidate: list[Manifest | None] = [None]
             if self.world.leader:
-                candidate = [self._candidate(damaged)]
+                candidate = [self._candidate()]
             dist.broadcast_object_list(candidate, src=0, group=control)
             manifest = candidate[0]
             if manifest is None:
-                return None, damaged
+                return None
             # A checkpoint is used only after reading it back. Each rank reads a part of the files.
             why = ""
             try:
@@ -130,19 +130,22 @@ class Checkpoints:
             whys: list[str] = gather_objects(why, control)
             if not any(whys):
                 self._newest, self._measured = manifest.step, set(manifest.metrics)
-                return manifest, damaged
-            damaged[manifest.step] = next(filter(None, whys))
+                return manifest
             if self.world.leader:
-                self._catalog.quarantine(manifest.step, damaged[manifest.step])
+                self._quarantine(manifest.step, next(filter(None, whys)))
 
-    def _candidate(self, damaged: dict[int, str]) -> Manifest | None:
+    def _quarantine(self, step: int, why: str) -> None:
+        self._catalog.quarantine(step, why)
+        text = f"checkpoint at step {step} is damaged and will not be used: {why}"
+        self._quarantined.append(events.Notice(event="checkpoint_quarantined", text=text, step=step, error=why))
+
+    def _candidate(self) -> Manifest | None:
         """Return the newest manifest that fits this run."""
         for step in self._catalog.steps():
             try:
                 manifest = self._catalog.manifest(step)
             except Damaged as error:
-                damaged[step] = str(error)
-                self._catalog.quarantine(step, str(error))
+                self._quarantine(step, str(error))
                 continue
             if manifest is None or manifest.skipped != skipped_up_to(step, self.world.amendments.skip):
                 continue
@@ -216,7 +219,7 @@ class Checkpoints:
         # A commit under way may have ended meanwhile, so storage is read after the writer.
         if self.world.leader and not found:
             with contextlib.suppress(OSError):
-                manifest = self._candidate({})
+                manifest = self._candidate()
                 found = manifest is not None and manifest.step == step and manifest.metrics.keys() >= set(metrics)
         return not any_rank(found, control)
 
@@ -274,8 +277,9 @@ class Checkpoints:
             self._writer.reserve(shards_to_write(state, self.world))
 
     def news(self) -> list[events.Event]:
-        """Return the events of earlier calls of `save`. See `Writer.news`."""
-        return self._writer.news()
+        """Return the new events of damaged checkpoints and of earlier calls of `save`. See `Writer.news`."""
+        quarantined, self._quarantined = self._quarantined, []
+        return [*quarantined, *self._writer.news()]
 
     def wait_for_commit(self, limit_s: float) -> None:
         """Wait until everything is committed. Raises StorageError after `limit_s`."""

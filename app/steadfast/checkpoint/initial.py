@@ -6,6 +6,7 @@ Such a file is written by `export`, by Hugging Face's `save_pretrained` or by `t
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,6 +33,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
 # Entries in which trainers keep the weights beside other things; the first is Lightning's.
 _ENTRIES = ("state_dict", "model_state_dict", "model")
+_LFS = b"version https://git-lfs"  # beginning of a file that Git LFS has not fetched
 METADATA = ".metadata"  # in a folder of torch.distributed.checkpoint
 # The user's file may hold anything. A reader, or the model, refuses the file with one of these errors.
 _REFUSALS = (
@@ -104,8 +106,11 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
     Raises:
         UsageError: the weights cannot be read or belong to another model; or, if not strict, no name fits.
     """
+    remedy = ""
     try:
         weights = _without_prefix(_weights_at(path), model)
+        if strict:
+            remedy = ". With run.init_strict=false what fits is loaded, and the rest is named"
         _tie(model, weights)
         for name, held in model.state_dict().items():
             if name in weights:
@@ -119,9 +124,6 @@ def load_weights(model: nn.Module, path: Path, strict: bool = True) -> Loaded:
         if len(unexpected) == len(weights):
             raise ValueError(f"none of its names is the model's; it has {', '.join(unexpected[:3])} ...")
     except _REFUSALS as error:
-        remedy = ""
-        if strict:
-            remedy = ". With run.init_strict=false what fits is loaded, and the rest is named"
         raise UsageError(f"run.init_from: {path} cannot be loaded into this model: {error}{remedy}") from error
     return Loaded(tuple(missing), tuple(unexpected))
 
@@ -156,10 +158,20 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
+    with file.open("rb") as opened:
+        head = opened.read(len(_LFS))
+    if head == _LFS or not head:
+        raise ValueError(f"{file.name} is {'only a pointer: run git lfs pull' if head else 'empty'}")
     if file.suffix == ".safetensors":
         return safetensors.torch.load_file(file)
     # Without `weights_only` a pickle could run any code. The file may name a GPU that this machine does not have.
-    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        weights: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        # torch's own advice is to load the file without `weights_only`.
+        if other := re.search(r"GLOBAL (\S+)", str(error)):
+            raise ValueError(f"it holds a {other[1]}; save the model's state_dict alone") from error
+        raise ValueError("it is no file of torch.save") from error
     if not isinstance(weights, dict):
         raise ValueError(f"it holds a {type(weights).__name__}, not a state_dict")
     for entry in _ENTRIES:

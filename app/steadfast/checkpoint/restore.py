@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +24,6 @@ class Restored:
 
     step: int
     source: str  # "rank 2", "snapshot", "checkpoint" or "start"
-    damaged: dict[int, str] = field(default_factory=dict)  # step -> why its checkpoint could not be used
     age_s: float = 0.0  # of the newest checkpoint, if no worker of the last world knows its age
 
 
@@ -82,15 +81,15 @@ def _restore(
             if extend is not None:
                 extend(snapshots.names(copied))
             snapshots.load(copied, state)
-            return Restored(copied.step, "snapshot", age_s=stored.age_s)
-    found, damaged = checkpoints.find()
+            return Restored(copied.step, "snapshot", stored.age_s)
+    found = checkpoints.find()
     if found is None:
         # If no rank can hold the whole state, there is no rank to copy from, so every rank loads its own part.
         if checkpoints.replicated:
             _copy_initial(state, held, load_initial, living, groups)
         else:
             load_initial()
-        return Restored(0, "start", damaged)
+        return Restored(0, "start")
     if extend is not None:
         extend(checkpoints.names(found))
     # Every rank reads its own shards. A replicated state is read by one rank, which broadcasts it.
@@ -99,7 +98,7 @@ def _restore(
         checkpoints.load(found, state)
     if checkpoints.replicated:
         _overwrite(state, held, found.step, 0, groups)
-    return Restored(found.step, "checkpoint", damaged, age_s(found))
+    return Restored(found.step, "checkpoint", age_s(found))
 
 
 def _copy_initial(

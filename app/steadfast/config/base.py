@@ -21,6 +21,13 @@ from pydantic import (
 )
 from pydantic.types import PositiveFloat, PositiveInt
 
+IN_WORDS = {
+    r"^[A-Za-z0-9_][A-Za-z0-9._-]*$": "must have letters, digits, ., _ and - alone, and begin with none of . and -",
+    r"^[A-Za-z_]\w*$": "must have letters, digits and _ alone, and begin with no digit",
+    r"^(\w+(\.\w+)*|<live [a-z0-9.]+>):\w+(\.\w+)*$": "must be package.module:name",
+}
+NAME, _VARIABLE, _TARGET = IN_WORDS
+
 
 class Section(BaseModel):
     """Frozen part of the configuration that refuses unknown keys.
@@ -94,7 +101,7 @@ class Target(Section):
 
     kind: Literal["target"] = "target"
     # A name in angle brackets belongs to an object that a program passed to `steadfast.fit`.
-    target: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*|<live [a-z0-9.]+>):\w+(\.\w+)*$")]
+    target: Annotated[str, Field(pattern=_TARGET)]
     """what to call, as "package.module:callable"; the working directory is on the import path"""
     args: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments with which the target is called"""
@@ -170,7 +177,7 @@ def _as_list(value: Any) -> Any:
 Pattern = Annotated[str, AfterValidator(_as_pattern)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_as_writable)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list, json_schema_input_type=Text | tuple[Text, ...])]
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
+Variable = Annotated[str, Field(pattern=_VARIABLE)]
 Value = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | int | float)]
 _Ends = tuple[PositiveInt, PositiveInt]
 Range = Annotated[_Ends, BeforeValidator(_as_range, json_schema_input_type=PositiveInt | _Ends)]

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from steadfast.config.base import BALANCES, ORDERS, Section, kinds_in
+from steadfast.config.base import BALANCES, IN_WORDS, ORDERS, Section, kinds_in
 from steadfast.config.document import Document, Dumper, Keys, read_text
 from steadfast.config.schema import Config
 from steadfast.errors import ConfigError, Problem
@@ -202,8 +202,10 @@ def _unmet(alternatives: list[ErrorDetails]) -> str:
     wanted: list[str] = []
     names: list[str] = []
     for error in alternatives:
-        wanted.append(error["msg"].removeprefix("Value error, ").replace("Input should", "must"))
-        names += QUOTED.findall(error.get("ctx", {}).get("expected", ""))
+        context = error.get("ctx", {})
+        plain = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        wanted.append(IN_WORDS.get(context.get("pattern", ""), plain))
+        names += QUOTED.findall(context.get("expected", ""))
     seen = alternatives[0]["input"]
     return f"{' or '.join(wanted)}, found {_shortened(seen)}{_nearest(seen, names)}"
 

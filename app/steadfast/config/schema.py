@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 from pydantic_core import PydanticCustomError
 
 from steadfast.config.base import (
+    NAME,
     Balance,
     Every,
     Fraction,
@@ -32,7 +33,7 @@ from steadfast.plan import End, EvenSamplesPlan, Plan, step_of
 
 
 class RunConfig(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = "run"
+    name: Annotated[str, Field(pattern=NAME)] = "run"
     """name of the run's directory; the default is the name of the configuration's file without its suffix"""
     storage: Text = "runs"
     """where run directories are stored: a path, which is below /mnt/shared if that exists, or a URI (s3://...,

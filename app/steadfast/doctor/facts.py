@@ -64,6 +64,7 @@ class NodeFacts:
     own_address: str  # address of the interface towards the head
     interfaces: tuple[Interface, ...]
     variables: dict[str, str]  # values of `INTERFACE_VARIABLES` that gloo and NCCL will read
+    gpu_fault: str = ""  # why torch cannot use the GPU that Ray has assigned, and what to do
 
 
 def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:

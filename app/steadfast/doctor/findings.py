@@ -183,6 +183,7 @@ def judge_node(node: str, facts: NodeFacts) -> list[Finding]:
     Return its problems, or one finding that sums up the node if there are no problems.
     """
     problems = [
+        *_judge_gpu(node, facts.gpu_fault),
         *_judge_disks(node, facts.disks),
         *_judge_shared_memory(node, facts.shared_memory),
         *_judge_memory(node, facts.free_memory_bytes),
@@ -222,6 +223,11 @@ def _interface(facts: NodeFacts) -> str:
 def _error_if(fails: bool) -> Level:
     """Return "error" for a value that makes a run fail, else "warning"."""
     return "error" if fails else "warning"
+
+
+def _judge_gpu(node: str, fault: str) -> list[Finding]:
+    what, _, remedy = fault.partition(": ")[2].rpartition(". ")
+    return [Finding("error", "GPU", f"{node}: {what}", remedy)] if fault else []
 
 
 def _judge_disks(node: str, disks: Iterable[Space]) -> list[Finding]:

@@ -43,10 +43,11 @@ from steadfast.doctor.network import (
     sizes_for,
 )
 from steadfast.doctor.rounds import rounds
+from steadfast.errors import GpuUnusable
 from steadfast.orchestration.trainer import head_host
 from steadfast.run.directory import RunDirectory
 from steadfast.storage import Store
-from steadfast.world.device import assigned_device
+from steadfast.world.device import assigned_device, started
 from steadfast.world.groups import PeerLost, recover_in_process, serve_store
 
 _START_S = 120.0  # time for an actor to start its process, and to import this program and torch
@@ -75,16 +76,23 @@ class Inspector:
     Ray starts its process in the same way as a worker's process.
     """
 
-    def __init__(self, name: str, head: str, store: Store) -> None:
+    def __init__(self, name: str, head: str, store: Store, shares_gpu: bool) -> None:
         recover_in_process()
         self._name = name
         self._head = head
         self._store = store
         self._device = assigned_device(ray.get_gpu_ids())
+        self._gpu_fault = ""
+        try:
+            started(self._device)
+        except GpuUnusable as error:
+            self._gpu_fault = str(error)
+        if self._gpu_fault or shares_gpu:  # two ranks of NCCL need two GPUs
+            self._device = torch.device("cpu")
         self._served: dist.TCPStore | None = None
 
     def facts(self) -> NodeFacts:
-        return gather_facts(self._head, self._store.uri, self._device)
+        return replace(gather_facts(self._head, self._store.uri, self._device), gpu_fault=self._gpu_fault)
 
     def clock_s(self) -> float:
         return time.time()
@@ -400,24 +408,23 @@ def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
 class _Node:
     name: str
     id: str
-    gpus: int
+    gpus: float
 
 
 def _start(store: Store, on_gpus: bool) -> Inspectors:
     """Start an inspector on each node, and two on a single node."""
     nodes = _alive()
-    # A collective needs two ranks. Two ranks of NCCL need two GPUs, so with one GPU both use the CPU.
-    if len(nodes) == 1:
-        both = replace(nodes[0], gpus=nodes[0].gpus // 2)
+    if len(nodes) == 1:  # a collective needs two ranks
+        both = replace(nodes[0], gpus=nodes[0].gpus / 2)
         nodes = [both, replace(both, name=f"{both.name}{_SECOND}")]
     head = head_host()
     start = {}
     for node in nodes:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        num_gpus = int(on_gpus and node.gpus > 0)
+        num_gpus = min(1.0, node.gpus) if on_gpus else 0
         # An inspector takes no CPU, because Ray would not start it on a node whose CPUs a run has taken.
         actor = ray.remote(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=here)(Inspector)
-        start[node.name] = partial(actor.remote, node.name, head, store)
+        start[node.name] = partial(actor.remote, node.name, head, store, 0 < num_gpus < 1)
     return Inspectors(start)
 
 

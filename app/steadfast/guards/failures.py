@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from steadfast.errors import SteadfastError
+from steadfast.errors import GpuUnusable, SteadfastError
 
 
 class FailureKind(StrEnum):
@@ -13,6 +13,7 @@ class FailureKind(StrEnum):
     HANG = "hang"  # it makes no progress
     PREEMPTION = "preemption"  # its node is about to go
     CORRUPTION = "corruption"  # it computed wrongly, which all workers of its world raise
+    DEVICE = "device"  # torch cannot use its GPU
     # Kinds of exceptions.
     PEER = "peer"  # another worker seems to be lost
     COMMUNICATION = "communication"  # "peer", although no worker was lost
@@ -39,6 +40,8 @@ def failure_kind(error: BaseException, has_peers: bool = True) -> FailureKind:
         return FailureKind.SMALLER
     if has_peers and is_peer_loss(error):
         return FailureKind.PEER
+    if isinstance(error, GpuUnusable):
+        return FailureKind.DEVICE
     if isinstance(error, SteadfastError):
         return FailureKind.OURS
     if isinstance(error, BadStep):

@@ -29,6 +29,6 @@ def source_and_delete(path: str) -> str:
     The prefix is put before a command.
 
     Args:
-        path: path of a file from `write_variables`, on the machine of the shell.
+        path: path of a file from `write_variables`, on the machine of the shell, quoted for it.
     """
     return f". {path} && rm -f {path} && "

@@ -70,7 +70,7 @@ def _submit(
     try:
         job: str = client.submit_job(
             # The job runs in this directory, because relative paths would mean other files in Ray's copy of it.
-            entrypoint=f"cd {shlex.quote(os.getcwd())} && {source_and_delete(str(file))}exec {command}",
+            entrypoint=f"{source_and_delete(shlex.quote(str(file)))}cd {shlex.quote(os.getcwd())} && exec {command}",
             # Ray refuses an id that it knows, even that of a job that has ended.
             submission_id=f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}",
             metadata={_RUN: directory.uri},

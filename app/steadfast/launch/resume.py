@@ -76,13 +76,13 @@ def _start_or_resume(
     if summary and summary["status"] == "finished" and not _extends(config.run, former, summary):
         others = _training_otherwise(changes, directory)
         if others and not return_finished:
-            raise RunConflict(finished_otherwise(config.run, directory.uri, summary, _listed(others)))
+            raise RunConflict(finished_otherwise(config.run, former, directory.uri, summary, _listed(others)))
         if stored is None:
             say(f"{directory.uri} has no config.yaml: the configurations were not compared")
         for change in changes:
             if not change.free:
                 say(f"{change.key}: {change.old} -> {change.new} has no effect, as the run has finished")
-        say(already_finished(config.run, directory.uri, summary))
+        say(already_finished(config.run, former, directory.uri, summary))
         return False
 
     if former is None or _length(former) != _length(config.run):

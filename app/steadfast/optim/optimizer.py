@@ -131,6 +131,10 @@ def _groups(config: GroupedConfig, weight_decay: float, model: nn.Module) -> lis
     for index, group in enumerate(config.groups, 1):
         if not (members[index] or index in elsewhere):
             what = f'"{group.match}" is in the name of no parameter that trains and that no group before it matches'
+            first = {param: name for name, param in model.named_parameters()}
+            for name, param in model.named_parameters(remove_duplicate=False):
+                if name != first[param] and re.search(group.match, name):
+                    what += f"; {name} is the same parameter as {first[param]}"
             raise ConfigError([Problem("", f"optimizer.groups.{index - 1}.match", what)])
         if group.weight_decay is None:
             parts = _decay_matrices_only(members[index], weight_decay)

@@ -14,6 +14,7 @@ from steadfast.config import RecoveryConfig
 from steadfast.errors import RunConflict
 from steadfast.guards.failures import FailureKind
 from steadfast.liveness.lateness import Lateness
+from steadfast.orchestration.cluster import startable
 from steadfast.orchestration.gauges import Gauges
 from steadfast.orchestration.heartbeat import Commands, HeartbeatServer, Message, Silence, answer_line
 from steadfast.orchestration.internals import draining_nodes
@@ -34,6 +35,7 @@ from steadfast.world.timeouts import Timeouts
 
 _INTERVAL_S = 0.25  # time between two checks for what no call reports
 _STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
+_START_S = 5.0  # time for workers that start together with one whose GPU is unusable
 _DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
 _NO_COMMUNICATION = "communication failed"  # cause of an attempt's end
 _NEVER_CAME = "not heard of since the coordinator has died"
@@ -115,7 +117,7 @@ class Coordinator:
         self._doomed = asyncio.Event()
         # If a member has died, its missing heartbeats show the death within this time.
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
-        self._corrupted_nodes: set[str] = set()  # nodes with a worker that computed wrongly
+        self._faulty_nodes: dict[str, str] = {}  # node -> kind of its fault, corruption or device
         self._amendments = directory.amendments()
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that claimed the run has stopped renewing the lease
@@ -474,6 +476,10 @@ class Coordinator:
             case FailureKind.SMALLER:
                 cause = "out of memory"
                 self._shrink(member, report)
+            case FailureKind.DEVICE:
+                cause = "GPU unusable"
+                self.record(self._failure(member, report))
+                self._spawn(self._check_gpus(report.message))
             case _:
                 cause = "exception"
                 self._charge(member, report)
@@ -489,6 +495,14 @@ class Coordinator:
         if report.kind is FailureKind.OURS or first != member or exceeded is not None:
             self.over = True
         self.record(self._failure(member, report).model_copy(update={"fatal": self.over, "budget": exceeded}))
+
+    async def _check_gpus(self, fault: str) -> None:
+        """End the run for a fault if no worker is left, and no node without such a fault."""
+        await asyncio.sleep(_START_S)
+        nodes = await asyncio.to_thread(ray.nodes)
+        with_gpus = {node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")}
+        if not (with_gpus - self._faulty_nodes.keys() or startable() or self.heartbeats.peers or self.over):
+            self.give_up(fault)
 
     def _failure(self, member: str, report: FailureReport) -> events.Failure:
         """Return the event of a worker's report, with rank and process if known."""
@@ -564,8 +578,8 @@ class Coordinator:
         match event:
             case events.AttemptStarted(attempt=int(attempt)):
                 self._broken_worlds.stepped(attempt)
-            case events.Failure(kind=FailureKind.CORRUPTION, node=str(node)):
-                self._corrupted_nodes.add(node)
+            case events.Failure(kind=FailureKind.CORRUPTION | FailureKind.DEVICE as kind, node=str(node)):
+                self._faulty_nodes[node] = kind
             case events.Finished():
                 self.over = True
 
@@ -581,9 +595,9 @@ class Coordinator:
             return 0
         return self.membership.wanted
 
-    async def corrupted_nodes(self) -> list[str]:
-        """Return the nodes on which a worker computed wrongly."""
-        return sorted(self._corrupted_nodes)
+    async def faulty_nodes(self) -> dict[str, str]:
+        """Return the kind of fault of each node that shall get no worker."""
+        return self._faulty_nodes
 
     async def events(self, first: int, stop: bool) -> list[Event]:
         """Return the events that the driver has not shown yet.

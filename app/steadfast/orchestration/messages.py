@@ -38,10 +38,12 @@ class FailureReport:
     skip: tuple[int, ...] = ()  # steps to leave out in the next attempts
     forward_size: int | None = None  # most samples of a forward in the next attempts
     corrupted: int | None = None  # rank that computed wrongly
+    node: str | None = None  # node of the worker
 
     def to_event(self, member: str) -> Failure:
         """Return the event that records this failure of a worker."""
-        return Failure(kind=self.kind, member=member, step=self.step, error=self.message, traceback=self.traceback)
+        told = {"error": self.message, "traceback": self.traceback}
+        return Failure(kind=self.kind, member=member, node=self.node, step=self.step, **told)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class BrokenWorlds:
 class Quarantine:
     """Policy that avoids faulty nodes for a while.
 
-    A node is faulty if workers keep dying early on the node, or if a worker there computed wrongly.
+    A node is faulty if workers there keep dying early, or if one computed wrongly or could not use its GPU.
     """
 
     failures: int = 3  # early deaths that put a node into quarantine

@@ -207,6 +207,8 @@ class Fit:
 
         if self._fatal is not None:
             raise self._explained(self._fatal)
+        if isinstance(self._error, SteadfastError):
+            raise self._error  # its message has a remedy
         if self._error is not None:
             raise TrainingError(_in_short(self._error)) from self._error
         if self._summary is not None and self._summary["status"] == "finished":
@@ -346,4 +348,6 @@ def _in_short(error: BaseException) -> str:
         # The first line only says that a worker has failed. The last line of the worker's traceback names the cause.
         for failure in error.worker_failures.values():
             first = (str(failure).strip().splitlines() or [first])[-1]
-    return f"{type(error).__name__}: {first}. {_REMEDY}"
+    if isinstance(error, Warning):
+        return f"{type(error).__name__}: {first}. A filter, of your code or PYTHONWARNINGS, made it an error: remove it"
+    return f"{type(error).__name__}: {first.rstrip('. ')}. {_REMEDY}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from steadfast.balance.shares import LABEL
 from steadfast.config import Config
-from steadfast.errors import as_exception, described, traceback_of
+from steadfast.errors import SteadfastError, as_exception, described, traceback_of
 from steadfast.guards.corruption import Corrupted
 from steadfast.guards.failures import FailureKind, failure_kind
 from steadfast.guards.numerics import BadStep
@@ -29,7 +29,7 @@ from steadfast.orchestration.user_output import shown_output
 from steadfast.run.directory import RunDirectory
 from steadfast.run.events import Checkpoint, Event, Output
 from steadfast.run.interrupts import unblock_sigterm
-from steadfast.world.device import assigned_device
+from steadfast.world.device import assigned_device, started
 from steadfast.world.groups import PeerLost, WorldRank, prefer_interface_of, recover_in_process, serve_store
 from steadfast.world.progress import Limits, Progress
 from steadfast.world.runtime import Signals, WorkerProcess, World, form_world
@@ -229,8 +229,9 @@ class RayRuntime:
     def _report(self, step: int, error: BaseException) -> tuple[FailureKind, bool]:
         # Returns the kind of the failure, and whether the run is over.
         kind = failure_kind(error, has_peers=self._attempt > 0)
-        message = str(error) if kind is FailureKind.OURS else described(error)
-        failure = FailureReport(kind, self._attempt, step, message, traceback_of(as_exception(error)))
+        message = str(error) if isinstance(error, SteadfastError) else described(error)
+        trace = traceback_of(as_exception(error))
+        failure = FailureReport(kind, self._attempt, step, message, trace, node=self._member.node)
         if isinstance(error, BadStep):
             failure = replace(failure, skip=error.steps)
         elif isinstance(error, OutOfMemory):
@@ -276,6 +277,7 @@ def train_loop(spec: WorkerSpec) -> str:
     runtime = RayRuntime(spec)
     with shown_output(runtime.show_output):
         try:
+            started(runtime.device)
             _settle(spec)
         except Exception as error:
             runtime.failed(0, error)  # ends the run, or this worker alone

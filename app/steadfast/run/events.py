@@ -422,8 +422,8 @@ class Failure(Event):
 
     error: str  # cause of the failure
     # "worker", "hang", "preemption", "exception", "oom", "communication" if live workers cannot reach each other,
-    # "corruption" if a worker computed wrongly, "peer" under torchrun if another rank is gone, or "ours" for an error
-    # of this program that names its own remedy
+    # "corruption" if a worker computed wrongly, "device" if torch cannot use a worker's GPU, "peer" under torchrun if
+    # another rank is gone, or "ours" for an error of this program that names its own remedy
     kind: str | None = None
     member: str | None = None  # name of the worker
     rank: int | None = None  # rank of the worker in its last world

@@ -56,21 +56,23 @@ def _goodput(summary: Summary) -> str:
     return joined(costs)
 
 
-def already_finished(run: RunConfig, path: str, summary: Summary) -> str:
+def already_finished(run: RunConfig, former: RunConfig | None, path: str, summary: Summary) -> str:
     """Return the message for a run that has no steps left."""
-    return f"{_reached(path, summary)}\nExtend it with {_extension(run, summary)}, or choose another run.name"
+    return f"{_reached(path, summary)}\nExtend it with {_extension(run, former, summary)}, or choose another run.name"
 
 
-def finished_otherwise(run: RunConfig, path: str, summary: Summary, differences: str) -> str:
+def finished_otherwise(run: RunConfig, former: RunConfig | None, path: str, summary: Summary, differences: str) -> str:
     """Return the message for a run that finished with other values."""
     done = summary["step"]
     fewer = ""
     if run.steps and run.steps < done:
         fewer = f"\nrun.steps={run.steps} is fewer than the {done} steps that are done."
+    elif run.epochs and former and former.epochs and run.epochs < former.epochs:
+        fewer = f"\nrun.epochs={run.epochs} is fewer than the {former.epochs} epochs that are done."
     return (
         f"{_reached(path, summary)}. It was trained with other values:\n{differences}{fewer}\n"
-        f"Choose another run.name to train with the new values, or add {_extension(run, summary)} to continue this run "
-        "with them"
+        "Choose another run.name to train with the new values, or add "
+        f"{_extension(run, former, summary)} to continue this run with them"
     )
 
 
@@ -79,9 +81,9 @@ def _reached(path: str, summary: Summary) -> str:
     return joined([done, in_words(summary["metrics"]), summary.get("ended_early") or ""])
 
 
-def _extension(run: RunConfig, summary: Summary) -> str:
+def _extension(run: RunConfig, former: RunConfig | None, summary: Summary) -> str:
     """Return an override that makes the run longer."""
     # A configuration has only one of the two lengths.
     if run.epochs:
-        return f"run.epochs={2 * run.epochs}"
+        return f"run.epochs={2 * max(run.epochs, (former and former.epochs) or 0)}"
     return f"run.steps={2 * summary['step']}"

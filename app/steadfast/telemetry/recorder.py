@@ -120,9 +120,6 @@ class Recorder:
         self._trackers.begin(restored.step, self._past, self._newest_figures(restored.step))
         for step, values in early:
             self._trackers.log(step, values)
-        for step, why in restored.damaged.items():
-            text = f"checkpoint at step {step} is damaged and will not be used: {why}"
-            self._publish(events.Notice(event="checkpoint_quarantined", text=text, step=step, error=why))
         for step, why in snapshots.damaged.items():
             self._notify(f"the snapshot of step {step} is damaged and will not be used: {why}")
         if restored.source == "start":

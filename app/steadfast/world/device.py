@@ -2,13 +2,15 @@
 
 import os
 import re
+import socket
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from steadfast.errors import UsageError
+from steadfast.errors import GpuUnusable, UsageError
+from steadfast.world.groups import probe
 
 _CPU = torch.device("cpu")
 
@@ -31,17 +33,17 @@ class Gpu(NamedTuple):
 
 
 def assigned_device(gpu_ids: Sequence[object]) -> torch.device:
-    """Return the GPU that Ray has assigned, or the CPU."""
+    """Return the GPU that Ray has assigned, or the CPU. `started` follows."""
     # torch alone does not know: Ray does not hide a machine's GPUs from a worker without a GPU.
-    if not gpu_ids or not torch.cuda.is_available():
+    if not gpu_ids:
         return _CPU
     # Ray shows a worker only its own GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set.
     own, visible = str(gpu_ids[0]), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if own in visible:
-        return _current(visible.index(own))
+        return torch.device("cuda", visible.index(own))
     if own.isdigit() and int(own) < torch.cuda.device_count():
-        return _current(int(own))
-    return _current(0)
+        return torch.device("cuda", int(own))
+    return torch.device("cuda", 0)
 
 
 def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
@@ -52,22 +54,45 @@ def torchrun_device(wanted: Literal["auto"] | int) -> torch.device:
 
     Raises:
         UsageError: this machine has fewer GPUs than ranks.
+        GpuUnusable: torch cannot use the GPU.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == 0 or (wanted == "auto" and num_gpus == 0):
+    has_gpus = torch.cuda.is_available()
+    offered = torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _num_gpus()
+    if wanted == 0 or (wanted == "auto" and not (has_gpus or offered)):
         return _CPU
+    num_gpus = torch.cuda.device_count()
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if num_ranks > num_gpus:
+    if has_gpus and num_ranks > num_gpus:
         raise UsageError(
             f"torchrun has started {num_ranks} rank(s) on this machine, which has {num_gpus} GPU(s): each rank needs a "
             "GPU of its own. Lower --nproc-per-node, or train on the CPU with scaling.gpus_per_worker=0"
         )
-    return _current(int(os.environ.get("LOCAL_RANK", "0")))
+    return started(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
 
 
-def _current(index: int) -> torch.device:
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+def started(device: torch.device) -> torch.device:
+    """Return the device. A GPU is made the current one, and computes once.
+
+    Raises GpuUnusable with torch's own sentence.
+    """
+    if device.type != "cuda":
+        return device
+    try:
+        torch.cuda.init()  # `set_device` of a torch for CPUs lacks the sentence
+        torch.cuda.set_device(device)
+        probe(device)
+        return device
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(". ")
+        raise GpuUnusable(
+            f"{socket.gethostname()}: torch {torch.__version__} cannot use the GPU: {reason}. Look at nvidia-smi there "
+            "and whether the driver is new enough for this torch, or train on the CPU with scaling.gpus_per_worker=0"
+        ) from error
+
+
+def _num_gpus() -> int:
+    # Not from torch, because Ray shows a worker only its own GPU, and a driver may not start.
+    return sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
 
 
 def cores_of_a_worker() -> int:
@@ -75,10 +100,7 @@ def cores_of_a_worker() -> int:
 
     The number of workers is torchrun's, or else the number of this machine's GPUs.
     """
-    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if not num_workers:
-        # Not from torch, because Ray shows a worker only its own GPU.
-        num_workers = sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
+    num_workers = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or _num_gpus()
     return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
 
 

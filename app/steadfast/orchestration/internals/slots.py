@@ -35,6 +35,7 @@ from ray.train.v2.api import data_parallel_trainer
 
 from steadfast.backoff import delays
 from steadfast.errors import UsageError
+from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.messages import Leave
 from steadfast.orchestration.policies import Quarantine
 from steadfast.run.events import Notice
@@ -177,8 +178,8 @@ class SlotWorkerGroup(WorkerGroup):
             ray.kill(slot.actor)
 
             lived_s = time.monotonic() - began_s
-            if node and not slot.released and not slot.closed.is_set():
-                self._record_death(node, lived_s)
+            if node and not slot.closed.is_set():
+                self._record_end(node, lived_s, slot.released)
             # A worker that dies early is likely to die again, so its replacement is delayed.
             if slot.released or lived_s > _STEADY_S:
                 slot.released = False
@@ -186,23 +187,27 @@ class SlotWorkerGroup(WorkerGroup):
             else:
                 slot.closed.wait(next(pauses))
 
-    def _record_death(self, node: str, lived_s: float) -> None:
+    def _record_end(self, node: str, lived_s: float, released: bool) -> None:
         elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
         now_s = time.monotonic()
-        if self._has_computed_wrongly(node):
-            avoided = self._quarantine.avoid(node, now_s, elsewhere)
+        fault = self._fault_of(node)
+        if fault:
+            # A worker without its GPU cannot train, so nothing is lost if there is no other node.
+            avoided = self._quarantine.avoid(node, now_s, elsewhere or fault == FailureKind.DEVICE)
         else:
-            avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
+            avoided = not released and self._quarantine.record_death(node, lived_s, now_s, elsewhere)
         if avoided:
-            text = f"node {node_name(node)} gets no new workers for a while: its workers died early or computed wrongly"
+            why = "its workers died early, computed wrongly or could not use their GPU"
+            text = f"node {node_name(node)} gets no new workers for a while: {why}"
             self._coordinator.publish.remote(Notice(event="node_quarantined", text=text, node=node))
 
-    def _has_computed_wrongly(self, node: str) -> bool:
+    def _fault_of(self, node: str) -> str:
         # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
         # thread waits for the answer.
         with contextlib.suppress(RayError):
-            return node in ray.get(self._coordinator.corrupted_nodes.remote(), timeout=_ASK_S)
-        return False
+            faults: dict[str, str] = ray.get(self._coordinator.faulty_nodes.remote(), timeout=_ASK_S)
+            return faults.get(node, "")
+        return ""
 
     def _actor_class(self) -> Any:
         context = self._worker_group_context
