@@ -15,7 +15,7 @@ _FORMER_LENGTH = 16  # of the fingerprints of former versions, which cover the f
 _AGAIN_S = 0.2  # time for reading samples again, of which two are read in any case
 
 
-def fingerprint(dataset: Dataset, num_samples: int = 10) -> str:
+def fingerprint(dataset: Dataset, num_samples: int = 12) -> str:
     """Return a text that identifies a dataset by samples at equal distances, and by its digest if any."""
     # Resuming with other data would break the order of samples. Reading the whole dataset would take hours.
     sources = getattr(dataset, "sources", None)
