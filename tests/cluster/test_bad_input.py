@@ -48,16 +48,6 @@ def test_an_empty_dataset_is_bad_usage(on_head: Commands, tmp_path: Path) -> Non
 
 
 @pytest.mark.ray
-def test_an_item_of_the_wrong_shape_fails_the_training_once_it_has_begun(on_head: Commands) -> None:
-    run = on_head(config="digits.yaml")
-    words = ("scaling.num_workers=2", "data.target=tests.examples.ragged:dataset")
-    finished = run.run(*words, "run.steps=200", "checkpoint.every=5 steps", small=False)
-    assert finished.code == 1
-    assert "sample 700 is (float32 (63,), int64 ()), expected (float32 (64,), int64 ())" in finished.output
-    assert "Traceback" not in finished.output
-
-
-@pytest.mark.ray
 def test_an_exception_in_user_code_ends_the_run_with_its_traceback_when_it_comes_back(on_head: Commands) -> None:
     run = on_head(config="digits.yaml")
     words = ("scaling.num_workers=2", "task.target=tests.examples.ragged:FailsAtStep7")

@@ -4,25 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from steadfast.tasks import Classification, Sums
-from tests.examples import digits
-
-
-class Ragged:
-    """The digits, with one pixel missing from one of them."""
-
-    def __init__(self) -> None:
-        self._digits = digits.dataset()
-
-    def __len__(self) -> int:
-        return len(self._digits)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        pixels, label = self._digits[index]
-        return (pixels[:63] if index == 700 else pixels), label
-
-
-def dataset() -> Ragged:
-    return Ragged()
 
 
 class FailsAtStep7(Classification):
