@@ -9,7 +9,7 @@ import pytest
 from steadfast.orchestration import trainer
 from tests.support.checks import check_stopped
 from tests.support.command import FOR_EVER, Commands, Running, descendants
-from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_ray_is_gone
+from tests.support.leftovers import SHARED_MEMORY, wait_until_memory_is_free, wait_until_ray_is_gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -105,4 +105,4 @@ def test_a_part_of_an_embedded_ray_is_killed_and_the_command_starts_again(
     wait_until_ray_is_gone(of_the_first_ray, 60, agents_too=title != "gcs_server")
     check_stopped(running, lost_steps=restored["lost_steps"])
     assert f"{what} has died: the command starts again from the newest state" in running.output_path.read_text()
-    assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
+    wait_until_memory_is_free(before)

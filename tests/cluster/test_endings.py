@@ -12,7 +12,12 @@ import pytest
 
 from tests.support.checks import check_ledger, summary_of
 from tests.support.command import FOR_EVER, STANDALONE, Commands, Running, descendants
-from tests.support.leftovers import SHARED_MEMORY, mapped, wait_until_gone, wait_until_ray_is_gone
+from tests.support.leftovers import (
+    SHARED_MEMORY,
+    wait_until_gone,
+    wait_until_memory_is_free,
+    wait_until_ray_is_gone,
+)
 
 
 @pytest.mark.alone
@@ -29,7 +34,7 @@ def test_after_sigkill_of_the_driver_no_process_or_shared_memory_is_left(command
     os.kill(running.process.pid, signal.SIGKILL)
     running.process.wait()
     wait_until_ray_is_gone(left, 15, agents_too)
-    assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
+    wait_until_memory_is_free(before)
     assert not listening & ports_of(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
@@ -51,7 +56,7 @@ def test_sigterm_to_all_processes_of_a_run_is_a_stop_and_loses_nothing(command: 
     assert check_ledger(running.directory, summary["step"]).num_lost == 0
     assert [event["attempt"] for event in running.events if event["event"] == "attempt_started"] == [1]
     wait_until_gone([pid for pid, _ in started], 60)
-    assert set(SHARED_MEMORY.iterdir()) - mapped() <= before
+    wait_until_memory_is_free(before)
 
 
 def ports_of(pids: Iterable[int]) -> set[str]:

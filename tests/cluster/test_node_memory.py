@@ -59,7 +59,6 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_hea
     check_stopped(running, lost_steps=restored["lost_steps"])
     history = running.history
     interval = steps_between_copies(running, copied)
-    print(f"{history.num_lost} steps redone; a copy every {interval:.0f} steps")
     assert history.num_lost == restored["lost_steps"] <= 2 * interval + 10
     wait_until_gone(name)
 
@@ -87,7 +86,6 @@ def check_the_next_command_goes_on_from_copies(run: Command, *words: str) -> Non
     check_finished(resumed)
     interval = steps_between_copies(resumed, copied)
     history = check_ledger(run.directory, STEPS)
-    print(f"{history.num_lost} steps redone; a copy every {interval:.0f} steps")
     assert history.num_lost == restored["lost_steps"] <= 2 * interval + 10
     wait_until_gone(name)
 

@@ -58,7 +58,6 @@ def test_a_lost_node_costs_hardly_a_step_where_storage_has_nothing(command: Comm
         copied = next(event for event in running.events if event["event"] == "snapshot")
         step_s = (ended[-1]["time_s"] - ended[0]["time_s"]) / len(ended)
         interval_steps = (100 * copied["stall_s"] + copied["stall_s"]) / step_s
-        print(f"{restored['lost_steps']} steps lost; a copy every {interval_steps:.0f} steps of {step_s:.4f} s")
         assert restored["lost_steps"] <= 2 * interval_steps + 2, "the newest copy may have been under way"
 
 

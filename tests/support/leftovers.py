@@ -38,3 +38,11 @@ def mapped() -> set[Path]:
         with suppress(OSError):  # it has just ended
             found |= {Path(line.split()[5]) for line in maps.read_text().splitlines() if f" {SHARED_MEMORY}/" in line}
     return found
+
+
+def wait_until_memory_is_free(before: set[Path], limit_s: float = 15.0) -> None:
+    """Fail if files that were not there `before`, and that no process uses, stay so long: other tests make some too."""
+    until = time.monotonic() + limit_s
+    while left := set(SHARED_MEMORY.iterdir()) - mapped() - before:
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
