@@ -12,12 +12,7 @@ import pytest
 
 from tests.support.checks import check_ledger, summary_of
 from tests.support.command import FOR_EVER, STANDALONE, Commands, Running, descendants
-from tests.support.leftovers import (
-    SHARED_MEMORY,
-    wait_until_gone,
-    wait_until_memory_is_free,
-    wait_until_ray_is_gone,
-)
+from tests.support.leftovers import SHARED_MEMORY, wait_until_gone, wait_until_memory_is_free, wait_until_ray_is_gone
 
 
 @pytest.mark.alone

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Collection
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
 
@@ -28,6 +29,7 @@ PRELOADED = [
     "torchmetrics",
     "tests.support.frozen",  # last
 ]
+_servers: set[int | None] = {None}  # process ids of those that gangs have started
 _GONE = "gone"
 LAST_WORDS_S = 5.0  # for the others to say what they saw of a failure, and for all to leave, before they are killed
 _STUCK_S = 150.0  # after which a process prints its stacks; most tests have a limit of 180 s
@@ -65,6 +67,9 @@ class Gang:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
+        server: Any = forkserver._forkserver
+        if server._forkserver_pid not in _servers:  # that of a loader, which has imported torch alone
+            server._stop()
         for number in range(self._size):
             ours, theirs = context.Pipe()
             arguments = (number, self._store.port, theirs, dict(os.environ), self._prepare)
@@ -73,6 +78,7 @@ class Gang:
             theirs.close()  # so that the line ends with the process
             self._lines.append(ours)
             self._processes.append(process)
+        _servers.add(server._forkserver_pid)
 
     def run(self, task: Callable[..., Any], *args: Any, mortal: Collection[int] = ()) -> list[Any]:
         """Run `task(member, *args)` in every process at once, and return the answers by number.
