@@ -263,7 +263,7 @@ class Fit:
         return not self._stopping and self._summary is None
 
     def _check_ray(self, ended: bool = False) -> None:
-        """Raise RayDied if a part of Ray has died, after the workers have had the time to save or have `ended`."""
+        """Raise RayDied if a part of Ray has died and the workers have saved, or the trainer has `ended`."""
         dead = dead_processes()
         if "raylet" in dead:  # all workers of the raylet end too, so none of them can save
             self._raise_ray_died("Ray's raylet")
@@ -273,10 +273,12 @@ class Fit:
         if not what:
             return
         # Workers live for a minute after the death of the GCS.
-        if self._saving_until_s is None and not ended:
+        if ended:
+            self._raise_ray_died(what)
+        elif self._saving_until_s is None:
             self._saving_until_s = time.monotonic() + _SAVE_S
             self.console.line(f"{what} has died: the workers save their state")
-        elif ended or self._summary is not None or time.monotonic() > (self._saving_until_s or 0.0):
+        elif self._summary is not None or time.monotonic() > self._saving_until_s:
             self._raise_ray_died(what)
 
     def _cluster_answers(self) -> bool:
