@@ -51,7 +51,7 @@ def test_an_empty_dataset_is_bad_usage(on_head: Commands, tmp_path: Path) -> Non
 def test_an_exception_in_user_code_ends_the_run_with_its_traceback_when_it_comes_back(on_head: Commands) -> None:
     run = on_head(config="digits.yaml")
     words = ("scaling.num_workers=2", "task.target=tests.examples.ragged:FailsAtStep7")
-    finished = run.run(*words, "run.steps=200", "validation.every=1000 steps", small=False)
+    finished = run.run(*words, "run.steps=200", "validation.every=1000 steps", "run.report=false", small=False)
     assert finished.code == 1
     assert "ValueError: a bug in the user's loss" in finished.output
     assert "tests/examples/ragged.py" in finished.output

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.bed import Bed
 from tests.support.checks import check_finished, check_identical, check_ledger, differences, distance, summary_of
-from tests.support.command import TORCHRUN, Command, Commands, Running, descendants
+from tests.support.command import STANDALONE, TORCHRUN, Command, Commands, Running, descendants
 from tests.support.pace import set_pace
 
 pytestmark = pytest.mark.ray
@@ -20,11 +20,14 @@ OVERRIDES = [f"run.steps={STEPS}", f"checkpoint.every={INTERVAL} steps", "scalin
 
 
 @pytest.mark.timeout(240)
-def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one(on_head: Commands) -> None:
-    # A new Python, so that an import of the command that breaks shows here.
-    assert on_head("undisturbed", warm=None).run(*OVERRIDES).code == 0
+def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one_of_torchrun(
+    command: Commands, on_head: Commands
+) -> None:
+    undisturbed = command("undisturbed", launcher=STANDALONE)
+    assert undisturbed.run(*OVERRIDES).code == 0
 
-    killed = on_head("killed")
+    # A new Python, so that an import of the command that breaks shows here.
+    killed = on_head("killed", warm=None)
     running = killed.start(*OVERRIDES)
     running.wait_for_step(40)
     running.kill_workers(1)
@@ -32,7 +35,7 @@ def test_a_run_whose_workers_are_killed_is_identical_to_an_undisturbed_one(on_he
     running.wait_for_step(70)
     running.kill_workers(2)
     check_finished(running)
-    check_identical(killed.directory, on_head("undisturbed").directory)
+    check_identical(killed.directory, undisturbed.directory)
     history = check_ledger(killed.directory, STEPS)
     summary = summary_of(killed.directory)
     assert summary["attempts"] == 3

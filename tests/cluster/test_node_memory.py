@@ -49,7 +49,7 @@ def test_when_all_workers_are_killed_new_ones_go_on_from_the_nodes_memory(on_hea
     running = on_head().start(FOR_EVER, *words)
     # On a busy machine a start takes as long as all that follows.
     copied = running.wait_for_event("snapshot", timeout_s=150)
-    running.wait_for_step(120)
+    running.wait_for_step(60)
     name = memory_of(running.directory)
     assert len(holders(name)) == 1
     for pid in running.worker_pids():

@@ -76,15 +76,15 @@ def test_with_dropout_and_resizes_the_result_is_that_without(tmp_path: Path, kin
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "ddp, reducer: torch"])
-def test_ten_more_worlds_compile_nothing_again(tmp_path: Path, kind: str) -> None:
+def test_more_worlds_compile_nothing_again(tmp_path: Path, kind: str) -> None:
     """With short microbatches and, under fsdp, pads in each step; and validation."""
-    words = compiling(tmp_path, f"parallel={{kind: {kind}}}", "run.steps=33", "validation.every='2 steps'")
-    worlds = [1, 2, 3, 1, 2, 3, 2, 1, 3, 2, 3]
-    run = drill(small(tmp_path, *words), worlds, leave_after=[1] * 10, patch=write_no_code)
-    check_run(run, reference(small(tmp_path, "run.steps=33")))
+    words = compiling(tmp_path, f"parallel={{kind: {kind}}}", "run.steps=18", "validation.every='2 steps'")
+    worlds = [1, 2, 3, 1, 3, 2]
+    run = drill(small(tmp_path, *words), worlds, leave_after=[1] * 5, patch=write_no_code)
+    check_run(run, reference(small(tmp_path, "run.steps=18")))
     check_nothing_is_told(run)
     written = graphs_of(tmp_path)
-    assert len({line["attempt"] for lines in written.values() for line in lines}) == 11
+    assert len({line["attempt"] for lines in written.values() for line in lines}) == 6
     assert [max(line["graphs"] for line in lines) for lines in written.values()] == [GRAPHS] * 3
     if kind == "ddp":  # a newcomer has compiled before it joins
         assert {line["graphs"] for lines in written.values() for line in lines} == {GRAPHS}

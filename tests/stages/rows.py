@@ -22,7 +22,7 @@ SLOW = [
     r"dist/test_balance.*recovers",
     r"dist/test_compiled.*(with_dropout|without_a_compiler)",
     r"dist/test_activations.*nobody_here_wrote\[(gpt2|resnet50)",
-    r"dist/test_compiled.*ten_more_worlds\w*\[(fsdp|ddp, )",
+    r"dist/test_compiled.*more_worlds\w*\[(fsdp|ddp, )",
     r"dist/test_compiled.*(in_16_bits\[ddp|go_on_without\[fsdp|without_a_compiler\w*\[fsdp)",
     r"dist/test_deaths.*(no_death\w*\[(\w+-[23]|fsdp-1)|sharded_worlds.*(shard_size: 2|tensor_size|stages))",
     r"dist/test_differential.*equals.*\[(?!experts|gan|clip|tied|methods)\w+-fsdp",

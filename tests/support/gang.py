@@ -25,6 +25,9 @@ PRELOADED = [
     "torch._dynamo",
     "torch._subclasses.schema_check_mode",
     "numpy.ma",
+    "pytest",  # which a test's module imports wherever a target of its is built
+    "sklearn.datasets",
+    "sklearn.metrics",
     "tests.examples.operators",  # before torchvision, which torchmetrics imports
     "torchmetrics",
     "tests.support.frozen",  # last
