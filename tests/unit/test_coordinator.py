@@ -113,7 +113,7 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
         await worlds.form()
         worlds.subject.members["b"] = Member("b", "the actor of b", "node of b")
         assert await find_b_wrong(worlds, first) == [False] * 3
-        assert await worlds.subject.corrupted_nodes() == ["node of b"]
+        assert worlds.subject._corrupted_nodes == {"node of b"}
         assert await worlds.subject.join(Member("b", None, "b")) is Leave.RELEASED
         await worlds.form()  # of those who are left
         assert worlds.subject.membership.world in (("a", "c"), ("c", "a"))
@@ -133,7 +133,8 @@ def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(t
         RunDirectory(LocalStore(tmp_path)).record(events.Failure(kind=kind, member="b", node=node, error="..."))
 
     async def story(worlds: Worlds) -> None:
-        assert await worlds.subject.corrupted_nodes() == ["bad"]
+        report = FailureReport(FailureKind.WORKER, 0, 0, "killed", "")
+        assert [await worlds.subject.ended(Member("", None, node), report) for node in ("good", "bad")] == [False, True]
 
     play(tmp_path, story)
 

@@ -28,8 +28,11 @@ from steadfast.orchestration.internals.slots import (
     _Slot,
     report,
 )
+from steadfast.orchestration.messages import FailureReport, Member
 from steadfast.orchestration.policies import Quarantine
 from steadfast.orchestration.trainer import SlotTrainer
+
+LOST = FailureReport("worker", 0, 0, "its process has ended", "")
 
 
 class Group(SlotWorkerGroup):
@@ -69,8 +72,8 @@ def test_a_node_whose_worker_has_computed_wrongly_gets_no_other_where_there_is_a
     nodes: list[str], others: list[str], avoided: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group(*others)
-    monkeypatch.setattr("ray.get", lambda answer, timeout: nodes)
-    group._record_death("bad", lived_s=1000.0)
+    monkeypatch.setattr("ray.get", lambda answer, timeout: "bad" in nodes)
+    group._record_death(Member("", None, "bad"), LOST, lived_s=1000.0)
     assert group._quarantine.avoided(time.monotonic()) == avoided
     assert [call.args[0].node for call in group._coordinator.publish.remote.call_args_list] == avoided
 
@@ -78,7 +81,7 @@ def test_a_node_whose_worker_has_computed_wrongly_gets_no_other_where_there_is_a
 def test_a_coordinator_that_is_away_leaves_a_death_to_be_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group("good", quarantine=Quarantine(failures=1))
     monkeypatch.setattr("ray.get", Mock(side_effect=GetTimeoutError))
-    group._record_death("bad", lived_s=1.0)
+    group._record_death(Member("", None, "bad"), LOST, lived_s=1.0)
     assert group._quarantine.avoided(time.monotonic()) == ["bad"]
 
 

@@ -29,13 +29,14 @@ from steadfast.run import events
 from steadfast.run.directory import STACKS, KillRequest, RunDirectory, ScaleRequest
 from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
-from steadfast.units import plural
+from steadfast.units import node_name, plural
 from steadfast.world.timeouts import Timeouts
 
 _INTERVAL_S = 0.25  # time between two checks for what no call reports
 _STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
 _DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
 _NO_COMMUNICATION = "communication failed"  # cause of an attempt's end
+_STARTS = "before joining"  # key of the budget for workers that fail before they join
 _NEVER_CAME = "not heard of since the coordinator has died"
 
 # Advice for workers that live and cannot reach each other. The coordinator cannot know which of the causes it is.
@@ -98,7 +99,11 @@ class Coordinator:
         self._ownership = ownership
         self._journal = Journal(directory)
         self._gauges = Gauges(directory.name)
-        self._budgets = Budgets(dict.fromkeys(_COUNTED, recovery.max_failures))
+        # At a start every worker may fail once, before the first one elsewhere has joined.
+        starts = {_STARTS: recovery.max_failures + membership.expected}
+        self._budgets = Budgets(dict.fromkeys(_COUNTED, recovery.max_failures) | starts)
+        self._joined: set[tuple[str, int | None]] = set()  # node and process of each worker that has asked for a place
+        self._unready: dict[str, str] = {}  # node -> why its last worker failed before it joined
         self._broken_worlds = BrokenWorlds()
         self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> member that reported first
         self._furthest_step = 0  # last step of the ledger, when the ledger was last read
@@ -145,6 +150,8 @@ class Coordinator:
         Args:
             attempt: the last attempt in which the worker had a place, 0 for none.
         """
+        self._joined.add((member.node, member.pid))
+        self._unready.pop(member.node, None)
         self._spawn(self._answer(member, attempt))
 
     async def _answer(self, member: Member, attempt: int) -> None:
@@ -389,10 +396,13 @@ class Coordinator:
         self._carry_out(self._supervisor.check_shortage(self._short_since_s, waited_s, present, needed))
         if waited_s > self._wait_s:
             free = await asyncio.to_thread(ray.available_resources)
+            failed = [
+                f"The last worker on node {node_name(node)} failed: {why}. " for node, why in self._unready.items()
+            ]
             self.give_up(
                 f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) have "
                 f"joined; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
-                "Add nodes, and give the same command again"
+                f"{''.join(failed)}Add nodes, and give the same command again"
             )
 
     async def _watch_workers(self) -> None:
@@ -490,6 +500,31 @@ class Coordinator:
             self.over = True
         self.record(self._failure(member, report).model_copy(update={"fatal": self.over, "budget": exceeded}))
 
+    async def _charge_start(self, member: Member, report: FailureReport) -> None:
+        await self.heartbeat_port()  # no worker may come that asks for it, so the watch begins here
+        await self._look_at_ledger()
+        exceeded = self._budgets.spend(_STARTS, self._furthest_step)
+        failure = report.to_event(None).model_copy(
+            update={"pid": member.pid, "host": member.host, "node": member.node or None}
+        )
+        # The same exception on every node is no fault of a node.
+        told = report.message in self._unready.values()
+        again = self._unready.get(member.node) == report.message
+        self._unready[member.node] = report.message
+        hopeless = report.kind is FailureKind.OURS or (told and report.kind is FailureKind.EXCEPTION)
+        if hopeless:
+            nodes = await asyncio.to_thread(ray.nodes)
+            rooms = {node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("CPU")}
+            hopeless = rooms <= self._unready.keys()
+        if self.over or self.membership.world or not (hopeless or exceeded):
+            if not again:  # otherwise a worker that never starts would be reported every few seconds
+                self.record(failure)
+            self.reconcile()
+            return
+        self.over = True
+        self.record(failure.model_copy(update={"fatal": True, "budget": exceeded}))
+        self.dismiss(list(self._waiting), Leave.RUN_ENDED)
+
     def _failure(self, member: str, report: FailureReport) -> events.Failure:
         """Return the event of a worker's report, with rank and process if known."""
         failure = report.to_event(member)
@@ -581,9 +616,15 @@ class Coordinator:
             return 0
         return self.membership.wanted
 
-    async def corrupted_nodes(self) -> list[str]:
-        """Return the nodes on which a worker computed wrongly."""
-        return sorted(self._corrupted_nodes)
+    async def ended(self, member: Member, report: FailureReport) -> bool:
+        """Record the end of a worker's process. Return whether a worker of its node computed wrongly.
+
+        Heartbeats and reports of the worker itself show the end of a worker that has joined.
+        """
+        if (member.node, member.pid) not in self._joined and member.node not in self._supervisor.draining:
+            await self._taken_over()
+            await self._charge_start(member, report)
+        return member.node in self._corrupted_nodes
 
     async def events(self, first: int, stop: bool) -> list[Event]:
         """Return the events that the driver has not shown yet.
@@ -708,6 +749,7 @@ class Coordinator:
         if self._succession.over:
             return place is None or member.name in self.members
         if place is not None:
+            self._joined.add((member.node, member.pid))
             self.members[member.name] = member
             self._succession.came(member.name, place)
         self.heartbeats.command(**merged(commands, self.heartbeats.commands))

@@ -39,7 +39,7 @@ class FailureReport:
     forward_size: int | None = None  # most samples of a forward in the next attempts
     corrupted: int | None = None  # rank that computed wrongly
 
-    def to_event(self, member: str) -> Failure:
+    def to_event(self, member: str | None) -> Failure:
         """Return the event that records this failure of a worker."""
         return Failure(kind=self.kind, member=member, step=self.step, error=self.message, traceback=self.traceback)
 

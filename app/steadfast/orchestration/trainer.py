@@ -18,6 +18,7 @@ from steadfast.config import Config, RecoveryConfig
 from steadfast.errors import SteadfastError, TrainingError, UsageError, shortened
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.backend import SlotConfig
+from steadfast.orchestration.cluster import WARNINGS_REMEDY
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.fork_worker import python_of_cluster
 from steadfast.orchestration.internals import dead_processes, is_embedded, without_idle_actors
@@ -293,6 +294,8 @@ class Fit:
         if failure.kind != FailureKind.OURS:
             # The failure has no traceback if a budget was exceeded or the workers could not communicate.
             told = failure.traceback or failure.error
+            if not failure.traceback and failure.node:
+                told = f"{failure.line()}. {failure.budget or _REMEDY}"
             if not self.console.verbose:
                 told = shortened(told)
             return TrainingError(told)
@@ -341,6 +344,8 @@ class Fit:
 def _in_short(error: BaseException) -> str:
     """Return the cause of a Ray error in one line, with the remedy."""
     first, *_ = str(error).splitlines() or [""]
+    if isinstance(error, Warning):
+        return f"{type(error).__name__}: {first}. {WARNINGS_REMEDY}"
     if isinstance(error, ray.train.WorkerGroupError):
         # The first line only says that a worker has failed. The last line of the worker's traceback names the cause.
         for failure in error.worker_failures.values():

@@ -13,7 +13,7 @@ import pickle
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +35,8 @@ from ray.train.v2.api import data_parallel_trainer
 
 from steadfast.backoff import delays
 from steadfast.errors import UsageError
-from steadfast.orchestration.messages import Leave
+from steadfast.orchestration.internals.starting import await_start, failure_to_start, node_of
+from steadfast.orchestration.messages import FailureReport, Leave, Member
 from steadfast.orchestration.policies import Quarantine
 from steadfast.run.events import Notice
 from steadfast.run.interrupts import outlive_sigterm
@@ -80,6 +81,7 @@ class _Slot:
     worker: Worker | None = None  # None while no worker trains in the slot
     poll: Any = None  # pending call for the worker's status
     released: bool = False  # whether the worker left because the coordinator released it
+    failure: FailureReport | None = None  # why the worker cannot join
     closed: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -162,23 +164,27 @@ class SlotWorkerGroup(WorkerGroup):
         pauses = delays(_FIRST_DELAY_S, _LONGEST_DELAY_S)
         while not slot.closed.is_set():
             began_s = time.monotonic()
-            node = None
+            member = Member("", None, "")
+            slot.failure = None
             slot.actor = self._actor_class().remote()
             if slot.closed.is_set():  # the slot was closed before there was an actor to kill
                 ray.kill(slot.actor)
-            with contextlib.suppress(RayError):
-                metadata = ray.get(slot.actor.get_metadata.remote())  # blocks this thread until there is room
+            try:
+                metadata = await_start(slot.actor.get_metadata.remote())  # blocks this thread until there is room
                 began_s = time.monotonic()
-                node = metadata.node_id
+                member = Member("", None, metadata.node_id, pid=metadata.pid, host=metadata.hostname)
                 self._fill(slot, metadata)
                 ray.get(slot.actor.park.remote())
+            except RayError as error:
+                slot.failure = slot.failure or failure_to_start(error)
+                member = replace(member, node=member.node or node_of(slot.actor))
             slot.worker = None
             slot.poll = None
             ray.kill(slot.actor)
 
             lived_s = time.monotonic() - began_s
-            if node and not slot.released and not slot.closed.is_set():
-                self._record_death(node, lived_s)
+            if slot.failure and not slot.released and not slot.closed.is_set():
+                self._record_death(member, slot.failure, lived_s)
             # A worker that dies early is likely to die again, so its replacement is delayed.
             if slot.released or lived_s > _STEADY_S:
                 slot.released = False
@@ -186,23 +192,24 @@ class SlotWorkerGroup(WorkerGroup):
             else:
                 slot.closed.wait(next(pauses))
 
-    def _record_death(self, node: str, lived_s: float) -> None:
+    def _record_death(self, member: Member, failure: FailureReport, lived_s: float) -> None:
+        node = member.node
         elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
         now_s = time.monotonic()
-        if self._has_computed_wrongly(node):
+        computed_wrongly = False
+        # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
+        # thread waits for the answer.
+        with contextlib.suppress(RayError):
+            computed_wrongly = ray.get(self._coordinator.ended.remote(member, failure), timeout=_ASK_S)
+        if not node:  # the worker has found no place
+            return
+        if computed_wrongly:
             avoided = self._quarantine.avoid(node, now_s, elsewhere)
         else:
             avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
         if avoided:
             text = f"node {node_name(node)} gets no new workers for a while: its workers died early or computed wrongly"
             self._coordinator.publish.remote(Notice(event="node_quarantined", text=text, node=node))
-
-    def _has_computed_wrongly(self, node: str) -> bool:
-        # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
-        # thread waits for the answer.
-        with contextlib.suppress(RayError):
-            return node in ray.get(self._coordinator.corrupted_nodes.remote(), timeout=_ASK_S)
-        return False
 
     def _actor_class(self) -> Any:
         context = self._worker_group_context
@@ -250,7 +257,12 @@ class SlotWorkerGroup(WorkerGroup):
                 with contextlib.suppress(RayError):  # the slot's thread handles the death of its actor
                     status = ray.get(question)
             statuses.append(status)
-            if status.return_value == Leave.RELEASED:
+            if isinstance(status.return_value, FailureReport):
+                slot.failure = status.return_value
+                status.return_value = None
+                status.running = True  # another worker takes the slot
+                ray.kill(slot.actor)
+            elif status.return_value == Leave.RELEASED:
                 slot.released = True
                 ray.kill(slot.actor)
         return self._as_one(statuses)
@@ -359,9 +371,19 @@ class InlineFunction:
         stored._ref = None  # this was the last reference, so the store deletes the function
 
     def get(self) -> Any:
-        unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
-        unpickler.persistent_load = self._references.__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
+        return _Unpickler(self._pickled, self._references).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that puts in the references which `_Pickler` has left out."""
+
+    # A method of the class, because Python 3.13.0 does not let the attribute of an instance be set.
+    def __init__(self, pickled: bytes, references: list[ray.ObjectRef]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._references = references
+
+    def persistent_load(self, index: int) -> ray.ObjectRef:
+        return self._references[index]
 
 
 class _Pickler(ray.cloudpickle.Pickler):
