@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -133,6 +133,7 @@ def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(t
         RunDirectory(LocalStore(tmp_path)).record(events.Failure(kind=kind, member="b", node=node, error="..."))
 
     async def story(worlds: Worlds) -> None:
+        worlds.subject.heartbeat_port = AsyncMock()
         report = FailureReport(FailureKind.WORKER, 0, 0, "killed", "")
         assert [await worlds.subject.ended(Member("", None, node), report) for node in ("good", "bad")] == [False, True]
 
@@ -206,6 +207,45 @@ def play(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.orchestration.coordinator._DEATH_NEWS_S", 0.01)
+
+
+SAME = "No module named 'einops'"
+NEVER_JOINED = {
+    "one node": (["xx"], "ours", [("x", False)]),
+    "every node": (["x", "y"], "ours", [("x", False), ("y", True)]),
+    "raised once everywhere": (["x", "y"], "exception", [("x", False), ("y", True)]),
+    "killed": (["x", "y", "x", "y", "x"], "worker", [("x", False), ("y", False), ("x", True)]),
+    "killed at a time when others train": (["x", "y"] * 9, "worker", [("x", False), ("y", False)]),
+    "a node that is about to go": (["gone"], "worker", []),
+}
+
+
+@pytest.mark.parametrize("case", NEVER_JOINED)
+def test_coordinator_reports_each_node_whose_workers_cannot_join_and_ends_if_nobody_can(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, kind, told = NEVER_JOINED[case]
+    alive = [{"NodeID": node, "Alive": node != "dead", "Resources": {"CPU": 1}} for node in ("x", "y", "dead")]
+    monkeypatch.setattr("ray.nodes", lambda: alive)
+
+    async def story(worlds: Worlds) -> None:
+        worlds.subject.heartbeat_port = AsyncMock()
+        worlds.subject._supervisor.draining.add("gone")
+        if "others train" in case:
+            await worlds.form()
+        for node in "".join(nodes) if "gone" not in nodes else nodes:
+            report = FailureReport(FailureKind(kind), 0, 0, SAME, "")
+            await worlds.subject.ended(Member("", None, node, pid=7, host="h"), report)
+        await worlds.subject.ask(Member("n", None, "x", pid=8), 0)
+        await worlds.subject.ended(Member("", None, "x", pid=8), report)  # a worker that has joined
+
+    worlds = play(tmp_path, story, max_failures=1)
+    failures = worlds.directory.events(events.Failure)
+    assert [(failure.node, failure.fatal) for failure in failures] == told
+    assert all(failure.error == SAME and failure.kind == kind for failure in failures)
+    assert worlds.subject.over == any(fatal for _, fatal in told)
+    if case == "killed":
+        assert failures[-1].budget == "5 failures (before joining) and no step beyond 0; recovery allows 4 in a row"
 
 
 async def a_death_before(worlds: Worlds) -> None:

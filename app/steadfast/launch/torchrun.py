@@ -140,11 +140,11 @@ class TorchrunRuntime:
             limit_s = max(_QUIET_S, progress.limit_s or math.inf)
             if progress.seconds > limit_s and progress.position[:3] != reported:
                 reported = progress.position[:3]
+                wait_min = timeouts.collective.total_seconds() / 60
                 self._console.line(
                     f"rank {self._place.rank} on {socket.gethostname()} has waited for {progress.seconds:.0f} s after "
-                    f"step {progress.step} ({progress.phase}): another rank hangs, or its host is cut off. Nothing "
-                    f"ends this wait for {timeouts.collective.total_seconds() / 60:.0f} min: end the command on all hosts, "
-                    "and give it again"
+                    f"step {progress.step} ({progress.phase}): another rank hangs, or its host is cut off. The "
+                    f"wait may last {wait_min:.0f} min: end the command on all hosts, and give it again"
                 )
 
     def next_world(self) -> World | None:
