@@ -1,0 +1,69 @@
+"""Causes of workers that Ray cannot start, or that end before they join."""
+
+import contextlib
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import ray._private.state
+from ray._private import worker
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+
+from steadfast.guards.failures import FailureKind
+from steadfast.orchestration.messages import FailureReport
+
+_LATE_S = 6.0  # time after which a worker that has not started is looked for in the raylet's output
+_ERROR = re.compile(r"error|exception|no such|not found|no module|denied|cannot|fail|killed|unable", re.IGNORECASE)
+_COLOR = re.compile(r"\x1b\[\d+m")
+_ENDED = "its process has ended: it was killed, perhaps because memory ran out, or has crashed"
+
+
+class NotStarted(RayError):
+    """Raised when a worker's process has ended before Ray has seen the process."""
+
+
+def await_start(answer: Any) -> Any:
+    """Wait for the first answer of a worker's actor, also while there is no room for the worker.
+
+    Raises:
+        NotStarted: the worker's program cannot run. Ray itself tries again for minutes, without an error.
+    """
+    since_s = time.time()
+    while not ray.wait([answer], timeout=_LATE_S)[0]:
+        if line := _last_error(Path(worker._global_node.get_logs_dir_path()), since_s):
+            raise NotStarted(f"its program cannot run: {line}")
+    return ray.get(answer)
+
+
+def _last_error(logs: Path, since_s: float) -> str:
+    """Return the last line that a program of a raylet has written since `since_s`, if the line is an error."""
+    # Until Ray redirects its output, a worker writes to the file of its raylet.
+    for file in logs.glob("raylet*.err"):
+        if file.stat().st_mtime >= since_s:
+            # Lines of the raylet itself begin with a bracket.
+            lines = [line for line in file.read_text(errors="replace").splitlines() if line and line[0] != "["]
+            if lines and _ERROR.search(lines[-1]):
+                return lines[-1]
+    return ""
+
+
+def failure_to_start(error: RayError) -> FailureReport:
+    """Return the report of a worker that has ended without one."""
+    text = _COLOR.sub("", str(error)).strip()
+    lines = text.splitlines() or [type(error).__name__]
+    kind, message, trace = FailureKind.WORKER, lines[0], ""
+    if isinstance(error, RayTaskError) or "in its creation task" in lines[0]:
+        kind, message, trace = FailureKind.EXCEPTION, lines[-1], text
+    elif isinstance(error, OutOfMemoryError):
+        kind = FailureKind.OUT_OF_MEMORY
+    elif "Worker exit detail" in text:
+        message = _ENDED
+    return FailureReport(kind, 0, 0, message, trace)
+
+
+def node_of(actor: Any) -> str:
+    """Return the id of the node on which Ray starts an actor, or "" if there is none."""
+    with contextlib.suppress(Exception):
+        return str(dict(ray._private.state.actors(actor._actor_id.hex()))["Address"]["NodeID"])
+    return ""
