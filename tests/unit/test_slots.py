@@ -93,6 +93,7 @@ def test_a_node_with_a_fault_gets_no_other_worker(
     group = Group(*others)
     monkeypatch.setattr("ray.get", lambda answer, timeout: computed_wrongly)
     group._record_death(Member("", None, "bad"), replace(LOST, kind=FailureKind(kind)), lived_s=1000.0)
+    assert group._coordinator.ended.remote.call_args.args[2:] == ({"CPU"}, not others)
     assert group._quarantine.avoided(time.monotonic()) == avoided
     assert [call.args[0].node for call in group._coordinator.publish.remote.call_args_list] == avoided
 
@@ -221,27 +222,6 @@ def test_worker_without_a_usable_gpu_returns_its_failure_instead_of_joining(monk
     report = worker_runtime.train_loop(Mock())
     assert isinstance(report, FailureReport)
     assert (report.kind, report.message) == (FailureKind.EXCEPTION, "ValueError: of no kind")
-
-
-@pytest.mark.parametrize(
-    ("others", "alone"),
-    [
-        ([], True),
-        ([{"worker": object()}], False),
-        ([{"actor": "starting"}], False),
-        ([{"actor": "pending"}], True),
-        ([{"actor": "starting", "failure": LOST}, {"actor": "starting", "closed": Mock(is_set=lambda: True)}], True),
-    ],
-)
-def test_slot_reports_with_a_failure_whether_another_worker_lives(
-    others: list[dict[str, Any]], alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = Group()
-    group._slots = [_Slot(0, worker=Mock(), failure=LOST), *(_Slot(1, **other) for other in others)]
-    monkeypatch.setattr(slots, "node_of", lambda actor: "a" if actor == "starting" else "")
-    monkeypatch.setattr("ray.get", lambda answer, timeout: False)
-    group._record_death(Member("", None, "a"), LOST, lived_s=1.0)
-    assert group._coordinator.ended.remote.call_args.args[-1] is alone
 
 
 def test_slot_reports_the_failure_that_its_worker_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -624,7 +624,7 @@ class Coordinator:
 
         Args:
             needs: kinds of resources that a worker has.
-            alone: whether no other worker is starting or running.
+            alone: whether Ray has started no other worker.
         """
         if (member.node, member.pid) not in self._joined and member.node not in self._supervisor.draining:
             await self._taken_over()

@@ -82,7 +82,7 @@ class _Slot:
     worker: Worker | None = None  # None while no worker trains in the slot
     poll: Any = None  # pending call for the worker's status
     released: bool = False  # whether the worker left because the coordinator released it
-    failure: FailureReport | None = None  # why the last worker has ended
+    failure: FailureReport | None = None  # why the worker cannot join
     closed: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -166,8 +166,8 @@ class SlotWorkerGroup(WorkerGroup):
         while not slot.closed.is_set():
             began_s = time.monotonic()
             member = Member("", None, "")
-            slot.actor = self._actor_class().remote()
             slot.failure = None
+            slot.actor = self._actor_class().remote()
             if slot.closed.is_set():  # the slot was closed before there was an actor to kill
                 ray.kill(slot.actor)
             try:
@@ -195,16 +195,15 @@ class SlotWorkerGroup(WorkerGroup):
 
     def _record_death(self, member: Member, failure: FailureReport, lived_s: float) -> None:
         node = member.node
-        elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
         now_s = time.monotonic()
         computed_wrongly = False
-        others = [slot for slot in self._slots if slot.failure is None and not slot.closed.is_set()]
-        alone = not any(slot.worker or node_of(slot.actor) for slot in others)
+        workers = self.get_workers()
+        elsewhere = any(worker.metadata.node_id != node for worker in workers)
         needs = set(self._worker_group_context.resources_per_worker)
         # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
         # thread waits for the answer.
         with contextlib.suppress(RayError):
-            asked = self._coordinator.ended.remote(member, failure, needs, alone)
+            asked = self._coordinator.ended.remote(member, failure, needs, not workers)
             computed_wrongly = ray.get(asked, timeout=_ASK_S)
         if not node:  # the worker has found no place
             return
