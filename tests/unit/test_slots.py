@@ -3,11 +3,13 @@
 import asyncio
 import pickle
 import re
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -199,15 +201,18 @@ def test_slot_finds_what_a_program_that_cannot_run_has_written(
     lines: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "raylet.1.err").write_text(lines)
-    monkeypatch.setattr("ray._private.worker._global_node", SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path)))
+    raylet = [sys.executable, "-c", "input()", "--node_id=of the actor"]
+    monkeypatch.setattr(starting, "node_of", lambda actor: "of the actor")
     monkeypatch.setattr("time.time", lambda: 0.0)
     monkeypatch.setattr("ray.wait", Mock(side_effect=[([], ["pending"]), (["there"], [])]))
     monkeypatch.setattr("ray.get", lambda answer: "metadata")
-    if not cause:
-        assert starting.await_start("answer") == "metadata"
-        return
-    with pytest.raises(starting.NotStarted, match=re.escape(cause)):
-        starting.await_start("answer")
+    with (tmp_path / "raylet.1.err").open("a") as errors, Popen(raylet, stdin=PIPE, stderr=errors) as process:
+        if cause:
+            with pytest.raises(starting.NotStarted, match=re.escape(cause)):
+                starting.await_start(Mock())
+        else:
+            assert starting.await_start(Mock()) == "metadata"
+        process.kill()
 
 
 def test_worker_without_a_usable_gpu_returns_its_failure_instead_of_joining(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ class SlotWorkerGroup(WorkerGroup):
             if slot.closed.is_set():  # the slot was closed before there was an actor to kill
                 ray.kill(slot.actor)
             try:
-                metadata = await_start(slot.actor.get_metadata.remote())  # blocks this thread until there is room
+                metadata = await_start(slot.actor)  # blocks this thread until there is room
                 began_s = time.monotonic()
                 member = Member("", None, metadata.node_id, pid=metadata.pid, host=metadata.hostname)
                 self._fill(slot, metadata)

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray._private.state
-from ray._private import worker
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from steadfast.guards.failures import FailureKind
@@ -23,28 +23,33 @@ class NotStarted(RayError):
     """Raised when a worker's process has ended before Ray has seen the process."""
 
 
-def await_start(answer: Any) -> Any:
-    """Wait for the first answer of a worker's actor, also while there is no room for the worker.
+def await_start(actor: Any) -> Any:
+    """Return the metadata of a worker's actor, once there is room and the worker has started.
 
     Raises:
         NotStarted: the worker's program cannot run. Ray itself tries again for minutes, without an error.
     """
     since_s = time.time()
+    answer = actor.get_metadata.remote()
     while not ray.wait([answer], timeout=_LATE_S)[0]:
-        if line := _last_error(Path(worker._global_node.get_logs_dir_path()), since_s):
+        if line := _last_error(node_of(actor), since_s):
             raise NotStarted(f"its program cannot run: {line}")
     return ray.get(answer)
 
 
-def _last_error(logs: Path, since_s: float) -> str:
-    """Return the last line that a program of a raylet has written since `since_s`, if the line is an error."""
+def _last_error(node: str, since_s: float) -> str:
+    """Return the last line that a worker has written since `since_s` on a node of this machine, if it is an error."""
     # Until Ray redirects its output, a worker writes to the file of its raylet.
-    for file in logs.glob("raylet*.err"):
-        if file.stat().st_mtime >= since_s:
-            # Lines of the raylet itself begin with a bracket.
-            lines = [line for line in file.read_text(errors="replace").splitlines() if line and line[0] != "["]
-            if lines and _ERROR.search(lines[-1]):
-                return lines[-1]
+    for process in psutil.process_iter(["cmdline"]):
+        if f"--node_id={node}" not in (process.info["cmdline"] or ()):
+            continue
+        with contextlib.suppress(OSError):
+            file = Path(f"/proc/{process.pid}/fd/2").resolve()
+            if file.stat().st_mtime >= since_s:
+                # Lines of the raylet itself begin with a bracket.
+                lines = [line for line in file.read_text(errors="replace").splitlines() if line and line[0] != "["]
+                if lines and _ERROR.search(lines[-1]):
+                    return lines[-1]
     return ""
 
 
