@@ -37,7 +37,7 @@ def test_restore_keeps_only_a_state_that_nothing_has_overwritten_when_it_is_inte
     groups = Groups(Mock(), communicator, Mock(), {}, aborted)
     stored = Mock(step=3)
     world = Mock(groups=groups, replica_size=1, part=0, leader=rank == 0)
-    read = {"newest.return_value": stored, "find.return_value": (stored, {}), "load.side_effect": OSError("checkpoint")}
+    read = {"newest.return_value": stored, "find.return_value": stored, "load.side_effect": OSError("checkpoint")}
     checkpoints = Mock(world=world, replicated=True, **read)
     snapshots = Mock(**{"find.return_value": Mock(step=copy), "load.side_effect": OSError("copy")})
     held = HeldState()
