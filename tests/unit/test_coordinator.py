@@ -184,9 +184,9 @@ def test_world_goes_on_without_a_worker_whose_gpu_is_gone(tmp_path: Path, monkey
         await worlds.form(starts=True)
         worlds.subject.lose("b", "connection closed")  # its GPU has fallen off
         await worlds.fail("a", "c")
-        # So has that of the worker that takes its place.
+        # So has that of the workers that take its place.
         report = FailureReport(FailureKind.DEVICE, 0, 0, "no NVIDIA driver", "", node="b")
-        assert await worlds.subject.failed("d", report) is False
+        assert [await worlds.subject.failed(name, report) for name in "de"] == [False, False]
         await worlds.form(starts=True)
         await asyncio.sleep(0.1)
         assert not worlds.subject.over
@@ -194,7 +194,7 @@ def test_world_goes_on_without_a_worker_whose_gpu_is_gone(tmp_path: Path, monkey
         assert await worlds.subject.faulty_nodes() == {"b": "device"}
 
     worlds = play(tmp_path, story)
-    assert worlds.told() == [("worker", "b", False), ("device", "d", False)]
+    assert worlds.told() == [("worker", "b", False), ("device", "d", False), ("device", "e", False)]
 
 
 ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"
