@@ -50,11 +50,11 @@ def test_a_healthy_cluster_gives_no_alarm(config: Config, tmp_path: Path) -> Non
 class EndsAtFirst(Inspector):
     """Ends while it starts, where it is the first one of its node."""
 
-    def __init__(self, name: str, head: str, store: Store) -> None:
+    def __init__(self, name: str, head: str, store: Store, shares_gpu: bool) -> None:
         try:
             Path(store.uri).with_name(f"begun-{name}").mkdir()
         except FileExistsError:
-            super().__init__(name, head, store)
+            super().__init__(name, head, store, shares_gpu)
             return
         os._exit(1)
 
