@@ -17,6 +17,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.errors import StorageError
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration import coordinator
 from steadfast.orchestration.coordinator import Coordinator
@@ -174,6 +175,23 @@ def test_run_ends_with_torchs_sentence_if_no_worker_has_a_gpu(
     assert (failure.node, failure.kind, failure.fatal) == ("broken", "device", code == 2)
     error = fit_at(tmp_path)._explained(failure)
     assert (error.exit_code, str(error)) == (2, "no NVIDIA driver")
+
+
+def test_world_goes_on_without_a_worker_whose_gpu_is_gone(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        worlds.subject.heartbeat_port = AsyncMock()
+        await worlds.form(starts=True)
+        worlds.subject.lose("b", "connection closed")  # its GPU has fallen off
+        await worlds.fail("a", "c")
+        # So has that of the workers that take its place.
+        report = FailureReport(FailureKind.DEVICE, 0, 0, "no NVIDIA driver", "")
+        for pid in (7, 8):
+            await worlds.subject.ended(Member("", None, "b", pid=pid), report, {"GPU"}, alone=False)
+        await worlds.form(starts=True)
+        assert not worlds.subject.over
+        assert sorted(worlds.subject.membership.world) == ["a", "c"]
+
+    assert play(tmp_path, story).told() == [("worker", "b", False), ("device", None, False)]
 
 
 ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"
@@ -474,6 +492,16 @@ def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
         LocalStore(tmp_path).commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
     error = fit_at(tmp_path)._explained(events.Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
     assert (error.exit_code, str(error)) == (code, says)
+
+
+@pytest.mark.parametrize("error", [HeadDied("dead. Start it"), StorageError("full. Make room")])
+def test_an_error_with_a_remedy_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(Fit, "_fit", lambda self: setattr(self, "_error", error))
+    monkeypatch.setattr("ray.get", Mock())
+    with pytest.raises(type(error), match=f"^{error}$"):
+        fit_at(tmp_path, Mock()).result()
 
 
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 3), (None, 3)])

@@ -19,6 +19,7 @@ from steadfast.config import Config
 from steadfast.errors import UsageError, UserExit
 from steadfast.guards.corruption import Corrupted
 from steadfast.orchestration import trainer, worker_runtime
+from steadfast.orchestration.cluster import WARNINGS_REMEDY
 from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.messages import Leave, Member, WorldAssignment
 from steadfast.orchestration.objects import Objects
@@ -89,7 +90,9 @@ def test_the_error_of_a_worker_group_is_told_by_what_its_worker_has_raised() -> 
     failure = RuntimeError("Traceback (most recent call last):\n  File x\nFileNotFoundError: [Errno 2] No such file")
     line = trainer._in_short(ray.train.WorkerGroupError("Training failed due to worker errors:", {0: failure}))
     assert line.startswith("WorkerGroupError: FileNotFoundError: [Errno 2] No such file. Give the same command again")
-    assert trainer._in_short(ValueError("one\ntwo")).startswith("ValueError: one. ")
+    assert trainer._in_short(ValueError("one.\ntwo")).startswith("ValueError: one. Give the same command")
+    said = trainer._in_short(UserWarning("old"))
+    assert said == f"UserWarning: old. {WARNINGS_REMEDY}"
 
 
 def ray_runtime(**fields: Any) -> worker_runtime.RayRuntime:
