@@ -93,11 +93,24 @@ def test_a_node_with_a_fault_gets_no_other_worker(
     kind: str, computed_wrongly: bool, others: list[str], avoided: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group(*others)
+    monkeypatch.setattr(slots, "_OTHERS_S", 0.0)
     monkeypatch.setattr("ray.get", lambda answer, timeout: computed_wrongly)
     group._record_death(Member("", None, "bad"), replace(LOST, kind=FailureKind(kind)), lived_s=1000.0)
     assert group._coordinator.ended.remote.call_args.args[2:] == ({"CPU"}, not others)
     assert group._quarantine.avoided(time.monotonic()) == avoided
     assert [call.args[0].node for call in group._coordinator.publish.remote.call_args_list] == avoided
+
+
+def test_a_worker_of_another_gpu_may_start_after_one_that_cannot_use_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group()
+    late = SimpleNamespace(metadata=SimpleNamespace(node_id="bad"))
+    pauses: list[float] = []
+    monkeypatch.setattr(
+        "time.sleep", lambda pause_s: pauses.append(pause_s) or group._slots.append(_Slot(0, worker=late))
+    )
+    monkeypatch.setattr("ray.get", lambda answer, timeout: False)
+    group._record_death(Member("", None, "bad"), replace(LOST, kind=FailureKind.DEVICE), lived_s=1.0)
+    assert group._coordinator.ended.remote.call_args.args[3] is False, "Ray has started another worker"
 
 
 def test_a_coordinator_that_is_away_leaves_a_death_to_be_judged_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ _STEADY_S = 10.0  # a worker that lived longer is replaced at once
 _FIRST_DELAY_S = 0.5  # pause before a worker that died earlier is replaced; the pause grows with each early death
 _LONGEST_DELAY_S = 5.0
 _SHUTDOWN_S = 5.0
+_OTHERS_S = 5.0  # time for workers of other GPUs to start, after one that cannot use its own
 _ASK_S = 10.0
 _MOST_PENDING = 8  # slots that may wait for room at the same time; more if more than this are filled
 
@@ -198,6 +199,10 @@ class SlotWorkerGroup(WorkerGroup):
         now_s = time.monotonic()
         computed_wrongly = False
         workers = self.get_workers()
+        without_gpu = failure.kind is FailureKind.DEVICE
+        if without_gpu and not workers:
+            time.sleep(_OTHERS_S)
+            workers = self.get_workers()
         elsewhere = any(worker.metadata.node_id != node for worker in workers)
         needs = set(self._worker_group_context.resources_per_worker)
         # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
@@ -207,7 +212,6 @@ class SlotWorkerGroup(WorkerGroup):
             computed_wrongly = ray.get(asked, timeout=_ASK_S)
         if not node:  # the worker has found no place
             return
-        without_gpu = failure.kind is FailureKind.DEVICE
         if computed_wrongly or without_gpu:
             # A worker without its GPU cannot train, so nothing is lost if there is no other node.
             avoided = self._quarantine.avoid(node, now_s, elsewhere or without_gpu)
