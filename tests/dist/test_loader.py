@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from steadfast.data.fingerprint import fingerprint
 from steadfast.errors import DataError, UserExit
 from tests.support.loading import Noisy, Odd, loader_of, microbatches
 from tests.support.programs import run_program
@@ -44,15 +45,15 @@ def test_error_in_a_worker_process_stays_short_and_the_loader_usable() -> None:
 
 
 class Fatal(Noisy):
-    """Sample 7 ends its process, or does not come."""
+    """One sample ends its process, or does not come."""
 
     is_augmented = False
 
-    def __init__(self, act: str) -> None:
-        self.act = act
+    def __init__(self, act: str, sample: int = 7) -> None:
+        self.act, self.sample = act, sample
 
     def __getitem__(self, index: int) -> Any:
-        if index == 7:
+        if index == self.sample:
             exec(self.act)
         return super().__getitem__(index)
 
@@ -70,6 +71,19 @@ def test_a_loader_process_that_dies_is_reported_with_its_samples(act: str, messa
     loader = loader_of(Fatal(act), num_workers=1, order="sequential", validation_fraction=0.0)
     with pytest.raises((RuntimeError, EOFError), match=message) as raised:
         list(loader.steps(microbatches(0, 40)))
+    raised.value.__traceback__ = None
+    del raised
+
+
+def test_samples_that_identify_the_data_are_read_by_a_loader_process() -> None:
+    loader = loader_of(Noisy(), num_workers=1)
+    assert loader.fingerprint() == loader_of(Noisy()).fingerprint() == fingerprint(Noisy())
+    process = loader._loader._iterator._workers[0].pid
+    next(loader.steps(microbatches(0, 40)))
+    assert loader._loader._iterator._workers[0].pid == process
+    loader = loader_of(Fatal("import os; os.kill(os.getpid(), 9)", sample=0), num_workers=1)
+    with pytest.raises(RuntimeError, match=r"by signal 9 while reading sample 0 \(epoch 1\)") as raised:
+        loader.fingerprint()
     raised.value.__traceback__ = None
     del raised
 

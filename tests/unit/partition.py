@@ -36,7 +36,7 @@ async def watch() -> None:
     command = [sys.executable, "-m", "tests.unit.partition", str(port), "a", server.admit("a")]
     worker = await asyncio.create_subprocess_exec(*command)
     try:
-        while "a" not in server.peers:
+        while "a" not in server._peers:
             await asyncio.sleep(0.05)
         server.expect(["a"])
         worker.send_signal(signal.SIGSTOP)

@@ -58,6 +58,8 @@ BAD = [
     ("run: {steps: 0}", "1: run.steps: must be greater than 0, found 0"),
     ("run: {steps: 5, epochs: 2}", "1: run.steps: must be null where run.epochs is given (2), found 5"),
     ("run: {name: a/b}", "1: run.name: must have letters, digits"),
+    ("model: {target: nope}", "1: model.target: must be package.module:name, found"),
+    ("cluster: {env: {1A: x}}", "1: cluster.env.1A.[key]: must have letters, digits and _ alone, and begin"),
     ("run: 7", "1: run: must be a valid dictionary or instance of RunConfig, found 7"),
     ("scaling: {gpus_per_worker: atuo}", "1: scaling.gpus_per_worker: must be 'auto' or must be a valid"),
     ("parallel: {kind: fsdp, reshard_after_forward: nie}", "1: parallel.reshard_after_forward: must be a valid "

@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from steadfast.config import RecoveryConfig, ScalingConfig
+from steadfast.errors import StorageError
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration import coordinator
 from steadfast.orchestration.coordinator import Coordinator
@@ -114,7 +115,7 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
         await worlds.form()
         worlds.subject.members["b"] = Member("b", "the actor of b", "node of b")
         assert await find_b_wrong(worlds, first) == [False] * 3
-        assert await worlds.subject.faulty_nodes() == {"node of b": "corruption"}
+        assert worlds.subject._corrupted_nodes == {"node of b"}
         assert await worlds.subject.join(Member("b", None, "b")) is Leave.RELEASED
         await worlds.form()  # of those who are left
         assert worlds.subject.membership.world in (("a", "c"), ("c", "a"))
@@ -128,50 +129,69 @@ def test_a_member_that_computes_wrongly_is_killed_and_charged_once_whoever_tells
     assert ended[0].cause == "corruption"
 
 
-def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong(tmp_path: Path) -> None:
+def test_a_coordinator_that_takes_over_knows_on_which_nodes_a_result_was_wrong_or_no_worker_joined(
+    tmp_path: Path,
+) -> None:
     RunDirectory(LocalStore(tmp_path)).record(events.RunStarted(launcher="ray"))
-    for kind, node in (("corruption", "bad"), ("worker", "good"), ("device", "without")):
-        RunDirectory(LocalStore(tmp_path)).record(events.Failure(kind=kind, member="b", node=node, error="..."))
+    for kind, node, member in (("corruption", "bad", "b"), ("worker", "good", "b"), ("device", "without", None)):
+        RunDirectory(LocalStore(tmp_path)).record(events.Failure(kind=kind, member=member, node=node, error="..."))
 
     async def story(worlds: Worlds) -> None:
-        assert await worlds.subject.faulty_nodes() == {"bad": "corruption", "without": "device"}
+        worlds.subject.heartbeat_port = AsyncMock()
+        report = FailureReport(FailureKind.WORKER, 0, 0, "killed", "")
+        assert worlds.subject._unready == {"without": "..."}
+        for node, wrong in (("good", False), ("bad", True)):
+            assert await worlds.subject.ended(Member("", None, node), report, set(), alone=True) is wrong
 
     play(tmp_path, story)
 
 
 @pytest.mark.parametrize(
-    ("node", "num_gpus", "peers", "startable", "code"),
+    ("node", "num_gpus", "alone", "startable", "code"),
     [
-        ("broken", 1, [], [], 2),
-        ("other", 0, [], [], 2),  # such as a head that only coordinates
-        ("other", 1, [], [], None),
-        ("broken", 8, ["b"], [], None),  # on another GPU of the node
-        ("broken", 1, [], [{"GPU": 1}], None),  # the autoscaler may start another node
+        ("broken", 1, True, [], 2),
+        ("other", 0, True, [], 2),  # such as a head that only coordinates
+        ("other", 1, True, [], None),
+        ("broken", 8, False, [], None),  # another worker may use another GPU of the node
+        ("broken", 1, True, [{"GPU": 1}], None),  # the autoscaler may start another node
     ],
 )
 def test_run_ends_with_torchs_sentence_if_no_worker_has_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, num_gpus: int, peers: Any, startable: Any, code: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, num_gpus: int, alone: bool, startable: Any, code: Any
 ) -> None:
     nodes = [{"NodeID": "broken", "Alive": True, "Resources": {"GPU": 1}}]
-    nodes.append({"NodeID": node, "Alive": True, "Resources": {"GPU": num_gpus}})
+    nodes.append({"NodeID": node, "Alive": True, "Resources": {"GPU": num_gpus} if num_gpus else {}})
     nodes.append({"NodeID": "dead", "Alive": False, "Resources": {"GPU": 1}})
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr(coordinator, "startable", lambda: startable)
-    monkeypatch.setattr(coordinator, "_START_S", 0.01)
 
     async def story(worlds: Worlds) -> None:
-        worlds.subject.heartbeats.peers.update(dict.fromkeys(peers))
-        report = FailureReport(FailureKind.DEVICE, 0, 0, "no NVIDIA driver", "", node="broken")
-        assert await worlds.subject.failed("a", report) is False
-        await asyncio.sleep(0.3)
+        worlds.subject.heartbeat_port = AsyncMock()
+        report = FailureReport(FailureKind.DEVICE, 0, 0, "no NVIDIA driver", "Traceback: ...")
+        await worlds.subject.ended(Member("", None, "broken", pid=7), report, {"GPU"}, alone)
         assert worlds.subject.over == (code == 2)
 
-    worlds = play(tmp_path, story)
-    named, *ends = worlds.directory.events(events.Failure)
-    assert (named.node, named.kind, named.fatal) == ("broken", "device", False)
-    fit = fit_at(tmp_path)
-    errors = [fit._explained(end) for end in ends]
-    assert [(error.exit_code, str(error)) for error in errors] == [(code, "no NVIDIA driver")] * (code == 2)
+    (failure,) = play(tmp_path, story).directory.events(events.Failure)
+    assert (failure.node, failure.kind, failure.fatal) == ("broken", "device", code == 2)
+    error = fit_at(tmp_path)._explained(failure)
+    assert (error.exit_code, str(error)) == (2, "no NVIDIA driver")
+
+
+def test_world_goes_on_without_a_worker_whose_gpu_is_gone(tmp_path: Path) -> None:
+    async def story(worlds: Worlds) -> None:
+        worlds.subject.heartbeat_port = AsyncMock()
+        await worlds.form(starts=True)
+        worlds.subject.lose("b", "connection closed")  # its GPU has fallen off
+        await worlds.fail("a", "c")
+        # So has that of the workers that take its place.
+        report = FailureReport(FailureKind.DEVICE, 0, 0, "no NVIDIA driver", "")
+        for pid in (7, 8):
+            await worlds.subject.ended(Member("", None, "b", pid=pid), report, {"GPU"}, alone=False)
+        await worlds.form(starts=True)
+        assert not worlds.subject.over
+        assert sorted(worlds.subject.membership.world) == ["a", "c"]
+
+    assert play(tmp_path, story).told() == [("worker", "b", False), ("device", None, False)]
 
 
 ERROR = "PeerLost: forming a world of 3 failed: NCCL error\nLast error:\nBootstrap : no socket interface found"
@@ -241,6 +261,47 @@ def play(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadfast.orchestration.coordinator._DEATH_NEWS_S", 0.01)
+
+
+SAME = "No module named 'einops'"
+NEVER_JOINED = {
+    "one node": (["xx"], "ours", [("x", False)]),
+    "every node": (["x", "y"], "ours", [("x", False), ("y", True)]),
+    "one GPU": (["x"], "device", [("x", False)]),
+    "every GPU": (["x", "y"], "device", [("x", False), ("y", True)]),
+    "raised once everywhere": (["x", "y"], "exception", [("x", False), ("y", True)]),
+    "killed": (["x", "y", "x", "y", "x"], "worker", [("x", False), ("y", False), ("x", True)]),
+    "killed at a time when others train": (["x", "y"] * 9, "worker", [("x", False), ("y", False)]),
+    "a node that is about to go": (["gone"], "worker", []),
+}
+
+
+@pytest.mark.parametrize("case", NEVER_JOINED)
+def test_coordinator_reports_each_node_whose_workers_cannot_join_and_ends_if_nobody_can(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, kind, told = NEVER_JOINED[case]
+    alive = [{"NodeID": node, "Alive": node != "dead", "Resources": {"CPU": 1}} for node in ("x", "y", "dead")]
+    monkeypatch.setattr("ray.nodes", lambda: alive)
+
+    async def story(worlds: Worlds) -> None:
+        worlds.subject.heartbeat_port = AsyncMock()
+        worlds.subject._supervisor.draining.add("gone")
+        if "others train" in case:
+            await worlds.form()
+        for node in "".join(nodes) if "gone" not in nodes else nodes:
+            report = FailureReport(FailureKind(kind), 0, 0, SAME, "")
+            await worlds.subject.ended(Member("", None, node, pid=7, host="h"), report, {"CPU"}, alone=True)
+        await worlds.subject.ask(Member("n", None, "x", pid=8), 0)
+        await worlds.subject.ended(Member("", None, "x", pid=8), report, set(), alone=True)  # a worker that has joined
+
+    worlds = play(tmp_path, story, max_failures=1)
+    failures = worlds.directory.events(events.Failure)
+    assert [(failure.node, failure.fatal) for failure in failures] == told
+    assert all(failure.error == SAME and failure.kind == kind for failure in failures)
+    assert worlds.subject.over == any(fatal for _, fatal in told)
+    if case == "killed":
+        assert failures[-1].budget == "5 failures (before joining) and no step beyond 0; recovery allows 4 in a row"
 
 
 async def a_death_before(worlds: Worlds) -> None:
@@ -431,6 +492,16 @@ def test_command_ends_with_one_unless_its_input_was_bad_before_the_first_step(
         LocalStore(tmp_path).commit(STEPS, json.dumps({"step": step}).encode() + b"\n")
     error = fit_at(tmp_path)._explained(events.Failure(kind=kind, error="3 failures", traceback=traceback, fatal=True))
     assert (error.exit_code, str(error)) == (code, says)
+
+
+@pytest.mark.parametrize("error", [HeadDied("dead. Start it"), StorageError("full. Make room")])
+def test_an_error_with_a_remedy_is_shown_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(Fit, "_fit", lambda self: setattr(self, "_error", error))
+    monkeypatch.setattr("ray.get", Mock())
+    with pytest.raises(type(error), match=f"^{error}$"):
+        fit_at(tmp_path, Mock()).result()
 
 
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 3), (None, 3)])

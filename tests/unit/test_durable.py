@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from steadfast.checkpoint import durable
 from steadfast.checkpoint.catalog import Catalog, path_of
 from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.manifest import FileDigest, Manifest
@@ -64,6 +66,23 @@ def test_each_rank_reads_the_file_of_the_next_rank_back(catalogs: list[Catalog])
     assert [type(event) for event in told] == [events.Checkpoint, type(None), type(None)]
     assert [files_read(catalog) for catalog in catalogs] == [{NAMES[1]}, {NAMES[2]}, {NAMES[0]}]
     assert catalogs[0].steps() == [STEP]
+
+
+@pytest.mark.parametrize("look", ["newest", "lacks"])
+def test_a_damaged_manifest_is_told_whoever_finds_it(
+    catalogs: list[Catalog], monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    monkeypatch.setattr(durable, "gather_numbers", lambda number, group: torch.tensor([number]))
+    monkeypatch.setattr(durable, "any_rank", lambda found, group: found)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src, group: None)
+    catalogs[0].store.commit(f"{path_of(STEP)}/manifest.json", b"{")
+    catalogs[0].commit(Manifest(STEP - 2, 1, SIZE, 0.0, "", {}))
+    parallel, groups = cast(Any, SimpleNamespace(survivors_hold_all=True)), cast(Any, SimpleNamespace(control=None))
+    checkpoints = Checkpoints(catalogs[0], World(0, 1, 1, groups, Amendments()), parallel, Writer(), Fingerprints(""))
+    assert checkpoints.newest().step == STEP - 2 if look == "newest" else checkpoints.lacks(STEP, ())
+    (event,) = checkpoints.news()
+    assert f"checkpoint at step {STEP} is damaged and will not be used: " in event.line()
+    assert checkpoints.news() == []
 
 
 @pytest.mark.parametrize("damaged", range(SIZE))

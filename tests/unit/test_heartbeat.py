@@ -119,7 +119,7 @@ def ends() -> Iterator[Ends]:
 async def _end(server: HeartbeatServer) -> None:
     server._server.close()
     server._watching.cancel()
-    for connection in (*server.peers.values(), *server._strangers):
+    for connection in (*server._peers.values(), *server._strangers):
         connection.transport.abort()
     for _ in range(3):  # in which the loop closes the sockets
         await asyncio.sleep(0)
@@ -237,7 +237,7 @@ def test_strangers_are_no_workers_and_disturb_none(ends: Ends) -> None:
     assert ends.lost.empty()
     assert not ends.client.ended
     assert not newcomer.ended
-    assert set(ends.server.peers) == {"a", "b"}
+    assert set(ends.server._peers) == {"a", "b"}
     assert len(ends.server._strangers) <= 128
     newcomer.close()
     for stranger in half_open:
@@ -313,7 +313,7 @@ def test_a_worker_that_connects_again_is_not_lost(ends: Ends) -> None:
 def test_probes_do_not_keep_a_worker_from_sending_heartbeats(ends: Ends) -> None:
     async def probe() -> None:
         while True:
-            ends.server.peers["a"].transport.write(b"\n")
+            ends.server._peers["a"].transport.write(b"\n")
             await asyncio.sleep(TIMEOUTS.heartbeat_s / 5)
 
     ends.call(ends.server.expect, ["a"])

@@ -1,9 +1,11 @@
 """Weights that a run starts from: files of `export`, and folders of Hugging Face."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -79,6 +81,33 @@ def test_what_fits_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
         load_weights(model, tmp_path)
     with pytest.raises(UsageError, match=r"run.init_from: .*No such file"):
         load_weights(model, tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "it.pt is empty"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n",
+            "it.pt is only a pointer: run git lfs pull",
+        ),
+        (b"<!DOCTYPE html>", "it is no file of torch.save"),
+        ({"w": np.float32(3.0)}, "it holds a numpy._core.multiarray.scalar; save the model's state_dict alone"),
+        ({"args": argparse.Namespace()}, "it holds a argparse.Namespace; save the model's state_dict alone"),
+        (nn.Linear(3, 2), "it holds a torch.nn.modules.linear.Linear; save the model's state_dict alone"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_file_that_holds_no_weights_has_one_line_with_a_remedy(
+    tmp_path: Path, content: Any, says: str, strict: bool
+) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "it.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "it.pt")
+    with pytest.raises(UsageError) as raised:
+        load_weights(nn.Linear(3, 2), tmp_path / "it.pt", strict)
+    assert str(raised.value).endswith(f"cannot be loaded into this model: {says}")
 
 
 @pytest.mark.parametrize(

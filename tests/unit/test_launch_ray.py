@@ -1,9 +1,11 @@
 """Ray that does not come up: told in one message, and tried again only by a command that has come back."""
 
 import json
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from ray._private import ray_constants
 
 from steadfast.cli import main
 from steadfast.config import Config, parse_config
@@ -40,6 +42,49 @@ def test_it_is_told_with_rays_words_and_what_to_do(config: Config, monkeypatch: 
     with pytest.raises(TrainingError, match=told) as raised:
         connect_with(Exception(TIMED_OUT), config, Comebacks(), monkeypatch)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (FileNotFoundError(2, "No such file", "/proc/1/.ray"), "set HOME to a folder"),
+        (PermissionError(13, "Permission denied", "/proc"), "set HOME to a folder"),
+        (OSError(30, "Read-only file system", "/short/ray/session_1"), "write /short/ray: set RAY_TMPDIR"),
+        (RuntimeError("Could not determine home directory."), "set HOME to a folder"),
+        (OSError("AF_UNIX path length cannot exceed 107 bytes: /long"), "set RAY_TMPDIR=/tmp"),
+        (FutureWarning("a name will change"), "remove the filter .PYTHONWARNINGS"),
+        (OSError(98, "Address already in use"), "If Ray timed out"),
+    ],
+)
+def test_ray_that_does_not_start_is_reported_with_a_remedy_for_its_cause(
+    error: Exception, remedy: str, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/proc/1")
+    monkeypatch.setenv("RAY_TMPDIR", "/short")
+    with pytest.raises(TrainingError, match=remedy):
+        connect_with(error, config, Comebacks(), monkeypatch)
+
+
+@pytest.mark.parametrize("free", [{"f_bavail": 3}, {"f_favail": 9}])
+def test_command_does_not_start_ray_without_room_for_its_sockets_and_logs(
+    free: dict[str, int], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"f_bavail": 10**9, "f_frsize": 4096, "f_files": 10**9, "f_favail": 10**9} | free
+    monkeypatch.setattr("os.statvfs", lambda folder: SimpleNamespace(**there))
+    with pytest.raises(TrainingError, match=r"has room for .* set RAY_TMPDIR to a folder with space"):
+        connect_with(AssertionError(), config, Comebacks(), monkeypatch)
+
+
+@pytest.mark.parametrize(("given", "through_uv"), [(None, False), ("1", True)])
+def test_embedded_ray_starts_workers_without_uv_run_unless_the_user_asks(
+    given: str | None, through_uv: bool, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV", True)
+    if given:
+        monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", given)
+    with pytest.raises(TrainingError):
+        connect_with(Exception(TIMED_OUT), config, Comebacks(), monkeypatch)
+    assert through_uv == ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
 
 
 def test_a_cluster_that_answers_and_refuses_is_told_with_its_address_and_the_token(

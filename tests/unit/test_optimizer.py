@@ -73,3 +73,7 @@ def test_a_group_that_matches_nothing_and_a_pattern_that_is_none_are_refused() -
         groups_of("{match: head}")
     with pytest.raises(ConfigError, match=r"match: is no regular expression"):
         groups_of("{match: '(', lr_scale: 2.0}")
+    tied = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    tied["head"].weight = tied["body"].weight
+    with pytest.raises(ConfigError, match=r"matches; head\.weight is the same parameter as body\.weight$"):
+        build_optimizer(parse_config("", overrides=["optimizer.groups=[{match: head.weight}]"]).optimizer, tied)

@@ -106,6 +106,17 @@ def test_an_extended_run_goes_on_behind_its_short_step_and_says_so(directory: Ru
         assert directory.amendments().ends == (End(13, 165),)
 
 
+@pytest.mark.parametrize("other", ["", "\noptimizer: {lr: 0.5}"])
+def test_a_finished_run_is_offered_more_epochs_than_it_has_had(directory: RunDirectory, other: str) -> None:
+    finish(directory, "run: {epochs: 6}", 9)
+    said: list[str] = []
+    try:
+        assert not start_or_resume(parse_config(f"run: {{epochs: 2}}{other}"), directory, BEGUN, said.append)
+    except RunConflict as refused:
+        said.append(str(refused))
+    assert "run.epochs=12" in said[-1]
+
+
 def test_a_run_whose_ledger_lacks_its_last_steps_is_not_extended(directory: RunDirectory) -> None:
     """Its checkpoint may be of a short step, and the position behind that is told by nobody yet."""
     finish(directory, EPOCHS, 9)

@@ -19,6 +19,7 @@ from steadfast.run.events import Failure, Notice, RunStarted
 from steadfast.run.owner import Ownership
 from steadfast.storage import LocalStore
 from steadfast.world.groups import PeerLost
+from steadfast.world.report import ProgressReport
 from steadfast.world.runtime import Outcome
 from steadfast.world.timeouts import Timeouts
 from tests.support.history import write_ledger
@@ -130,3 +131,23 @@ def test_an_environment_of_torchruns_that_no_world_can_have_is_refused(
     else:
         with pytest.raises(UsageError, match=f"^{said}.*unset them to train under Ray"):
             under_torchrun()
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "last_s", "num_lines"), [(3.0, 31.0, 1), (3.0, 29.0, 0), (60.0, 31.0, 0), (None, 99.0, 0)]
+)
+def test_torchrun_reports_once_that_a_rank_waits_for_a_silent_host(
+    limit_s: float | None, last_s: float, num_lines: int, tmp_path: Path
+) -> None:
+    runtime = runtime_of(RunDirectory(LocalStore(tmp_path)))
+    reports = [
+        ProgressReport(1, 0, [4, -1, 2, 0, 1], 7, "gradients", seconds, limit_s, {})
+        for seconds in (2.0, last_s, last_s)
+    ]
+    runtime._process = Mock(progress=Mock(report=Mock(side_effect=reports)))
+    runtime._closed = Mock(wait=Mock(side_effect=[False, False, False, True]))
+    runtime._watch(Timeouts())
+    lines = [call.args[0] for call in runtime._console.line.call_args_list]  # type: ignore[attr-defined]
+    assert len(lines) == num_lines
+    assert all("waited for 31 s after step 7 (gradients)" in line and "30 min" in line for line in lines)
+    runtime.close()

@@ -19,6 +19,7 @@ from steadfast.config import Config
 from steadfast.errors import UsageError, UserExit
 from steadfast.guards.corruption import Corrupted
 from steadfast.orchestration import trainer, worker_runtime
+from steadfast.orchestration.cluster import WARNINGS_REMEDY
 from steadfast.orchestration.heartbeat import Commands
 from steadfast.orchestration.messages import Leave, Member, WorldAssignment
 from steadfast.orchestration.objects import Objects
@@ -29,8 +30,9 @@ from steadfast.world.timeouts import Timeouts
 class Runtime:
     """Stands for a worker's connection to the coordinator."""
 
-    device = torch.device("cpu")
+    device = None
     leave_reason = Leave.RELEASED
+    failure = None
     told: list[BaseException]
 
     def __init__(self, spec: Any) -> None:
@@ -84,22 +86,13 @@ def test_what_a_worker_raises_before_it_trains_is_told_and_ends_it_alone(trained
     assert trained == []
 
 
-def test_worker_without_its_gpu_reports_it_and_leaves(
-    trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Runtime, "device", torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("Found no NVIDIA driver on your system.")))
-    monkeypatch.setattr(Runtime, "failed", lambda self, step, error: self.told.append(error))
-    assert worker_runtime.train_loop(spec(tmp_path)) == Leave.RELEASED
-    assert ["Found no NVIDIA driver on your system. Look at" in str(error) for error in Runtime.told] == [True]
-    assert trained == []
-
-
 def test_the_error_of_a_worker_group_is_told_by_what_its_worker_has_raised() -> None:
     failure = RuntimeError("Traceback (most recent call last):\n  File x\nFileNotFoundError: [Errno 2] No such file")
     line = trainer._in_short(ray.train.WorkerGroupError("Training failed due to worker errors:", {0: failure}))
     assert line.startswith("WorkerGroupError: FileNotFoundError: [Errno 2] No such file. Give the same command again")
-    assert trainer._in_short(ValueError("one\ntwo")).startswith("ValueError: one. ")
+    assert trainer._in_short(ValueError("one.\ntwo")).startswith("ValueError: one. Give the same command")
+    said = trainer._in_short(UserWarning("old"))
+    assert said == f"UserWarning: old. {WARNINGS_REMEDY}"
 
 
 def ray_runtime(**fields: Any) -> worker_runtime.RayRuntime:

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,24 +16,27 @@ _FORMER_LENGTH = 16  # of the fingerprints of former versions, which cover the f
 _AGAIN_S = 0.2  # time for reading samples again, of which two are read in any case
 
 
-def fingerprint(dataset: Dataset, num_samples: int = 12) -> str:
-    """Return a text that identifies a dataset by samples at equal distances, and by its digest if any."""
+def fingerprint(dataset: Dataset, reads: Callable[[int], object] = int, num_samples: int = 12) -> str:
+    """Return a text that identifies a dataset by samples at equal distances, and by its digest if any.
+
+    `reads` is called with the index of each sample before the sample is read.
+    """
     # Resuming with other data would break the order of samples. Reading the whole dataset would take hours.
     sources = getattr(dataset, "sources", None)
     if sources is not None:
-        marks = [fingerprint(source, max(3, num_samples // len(sources))) for source in sources]
+        marks = [fingerprint(source, reads, max(3, num_samples // len(sources))) for source in sources]
         kind = LAYOUT if any(mark.startswith(LAYOUT) for mark in marks) else ""
         return kind + _digest(" ".join(mark[:_FORMER_LENGTH] for mark in marks)) + _digest(*marks)
     size = f"{len(dataset)}{getattr(dataset, 'digest', '')}"
     if hasattr(dataset, "digest"):
         num_samples = 2  # a sample of a shard may take a hundred megabytes to read
     indices = sorted({(len(dataset) - 1) * number // (num_samples - 1) for number in range(num_samples)})
-    samples = [_read(dataset, index) for index in indices]
+    samples = [_read(dataset, index, reads) for index in indices]
     until_s = time.monotonic() + _AGAIN_S
     for number, (index, sample) in enumerate(zip(indices, samples, strict=True)):
         if not getattr(dataset, "is_augmented", True) or (number >= 2 and time.monotonic() > until_s):
             break
-        if _read(dataset, index) != sample:
+        if _read(dataset, index, reads) != sample:
             return LAYOUT + _digest(size, *sorted(set.intersection(*[layout for *_, layout in samples])))
     (first, *_), (last, *_) = samples[0], samples[-1]
     return _digest(size, first, last) + _digest(*[part for *parts, _ in samples for part in parts])
@@ -46,16 +50,16 @@ def is_same_data(stored: str, own: str) -> bool:
     return stored == own
 
 
-def _read(dataset: Dataset, index: int) -> tuple[bytes, bytes, set[str]]:
+def _read(dataset: Dataset, index: int, reads: Callable[[int], object]) -> tuple[bytes, bytes, set[str]]:
     """Return the bytes of a sample's tensors, those of its texts and images, and its layout."""
     # Without a seed, a dataset with random augmentation would return another sample each time.
+    reads(index)
     with own_randomness(0):
         try:
             sample = dataset[index]
             leaves = list(leaves_of(stack([sample])))
         except Exception as error:
             if index in (0, len(dataset) - 1):
-                error.add_note(f"while reading sample {index}")
                 raise
             # An order of the user's own may leave out what cannot be read.
             return b"", type(error).__name__.encode(), set()

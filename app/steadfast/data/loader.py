@@ -23,6 +23,7 @@ from steadfast.config import DataConfig, LoaderConfig
 from steadfast.data.batches import IGNORED, Batch, Leaf, Rows, convert, layout_of, stack, tensors_of
 from steadfast.data.copies import StreamCopies
 from steadfast.data.datasets import Collate, Dataset, build_collate, build_validation
+from steadfast.data.fingerprint import fingerprint
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, sample_keys
 from steadfast.data.processes import PREFETCHED, options_of_processes
 from steadfast.data.randomness import own_randomness
@@ -37,6 +38,7 @@ _PROCESSES_OF_A_GPU = 2
 _VALIDATION_COLLATE = "data.validation.collate"
 _NUM_NAMED = 8  # samples that a message names
 _TEXT_BYTES = 512
+_FINGERPRINT = "fingerprint"  # item of the DataLoader that asks for it
 _DEATH_NEWS_S = 0.5  # time until the end of a loader process is known
 _LACK = ", perhaps for lack of memory: use fewer data.num_workers, or smaller samples"
 _NOT_STARTED = (
@@ -109,10 +111,26 @@ class Loader:
         """
         if self._in_place:
             return self._fetch_in_place(self.train, microbatches)
-        self._sampler.microbatches = microbatches
-        # `iter` starts the fetching, which continues while the caller prepares its first step.
+        # This starts the fetching, which continues while the caller prepares its first step.
+        return self._receive(self._start(microbatches))
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the dataset, whose samples a loader process reads if there is one.
+
+        Raises DataError.
+        """
+        if self._in_place:
+            found = self.train[_FINGERPRINT]
+        else:
+            (found,) = self._received(self._start(iter([_FINGERPRINT])))
+        if isinstance(found, DataError):
+            raise found
+        return str(found)
+
+    def _start(self, items: Iterator[Microbatch | str]) -> Iterator[Any]:
+        self._sampler.items = items
         try:
-            fetching = iter(self._loader)
+            return iter(self._loader)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
             raise DataError(
                 f"loader processes cannot pickle the dataset, its collate function or order ({error}); "
@@ -120,7 +138,6 @@ class Loader:
             ) from error
         except (BrokenPipeError, EOFError):
             raise DataError(_NOT_STARTED) from None
-        return self._receive(fetching)
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """Fetch the microbatches of validation positions.
@@ -187,18 +204,22 @@ class Loader:
             yield self._to_device(fetched)
 
     def _receive(self, fetching: Iterator[Fetched | DataError]) -> Iterator[Fetched]:
+        for fetched in self._received(fetching):
+            yield self._to_device(fetched)
+
+    def _received(self, fetching: Iterator[Any]) -> Iterator[Any]:
         while True:
             self.reading = self._read_for_next
             try:
-                fetched = next(fetching, None)
+                item = next(fetching, None)
             except (OSError, EOFError, RuntimeError) as error:
                 # Frames of the traceback would keep the loader processes.
                 raise self._cause_of(error.with_traceback(None)) from None
             finally:
                 self.reading = str
-            if fetched is None:
+            if item is None:
                 return
-            yield self._to_device(fetched)
+            yield item
 
     def _read_for_next(self) -> str:
         """Return the samples that the next microbatch waits for in its loader process."""
@@ -227,15 +248,15 @@ class Loader:
 
 
 class _Sampler:
-    """Sampler of the DataLoader, which yields the microbatches of the latest call.
+    """Sampler of the DataLoader, which yields the items of the latest call.
 
-    Each microbatch is read from the iterator when the DataLoader needs it.
+    Each item is read from the iterator when the DataLoader needs it.
     """
 
-    microbatches: Iterator[Microbatch] = iter(())
+    items: Iterator[Microbatch | str] = iter(())
 
-    def __iter__(self) -> Iterator[Microbatch]:
-        return self.microbatches
+    def __iter__(self) -> Iterator[Microbatch | str]:
+        return self.items
 
 
 class _Stream(NamedTuple):
@@ -277,9 +298,12 @@ class _Microbatches:
         self._window = (0, np.empty(0, np.int64), np.empty(0, np.uint64))  # first position, ids and keys
         self._layout: list[Leaf] | None = None
 
-    def __getitem__(self, microbatch: Microbatch) -> Fetched | DataError:
+    def __getitem__(self, microbatch: Microbatch | str) -> Any:
+        """Return a microbatch as Fetched, or the DataError that it raised; for _FINGERPRINT the fingerprint."""
         self.reading = "while ordering samples"
         try:
+            if isinstance(microbatch, str):
+                return fingerprint(self._dataset, lambda index: self._mark(0, [index]))
             ids, keys = self._ordered(microbatch.start, microbatch.stop)
             self._mark(microbatch.start, ids.tolist())
             if self._read_batch:

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import math
 import os
 import socket
+import threading
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -41,6 +43,7 @@ _RAY_KEYS = {
 }
 # Kinds of failures whose events name the rank. All ranks report failures of the other kinds alike.
 _OF_ONE_RANK = (FailureKind.EXCEPTION, FailureKind.OUT_OF_MEMORY, FailureKind.PEER)
+_QUIET_S = 30.0  # longest time without progress that is not reported
 # torchrun's default run id. With it a restart looks like another command.
 _NO_RUN_ID = "none"
 
@@ -125,6 +128,24 @@ class TorchrunRuntime:
         self._rolled_back = False
         self._stop = False
         self._stop_reason = ""  # reason of a stop that is not published yet
+        self._closed = threading.Event()
+        if place.world_size > 1 and os.environ.get("LOCAL_RANK", "0") == "0":  # one line for each host
+            threading.Thread(target=self._watch, args=(timeouts,), daemon=True, name="progress").start()
+
+    def _watch(self, timeouts: Timeouts) -> None:
+        """Report once for each phase that this rank makes no progress."""
+        reported: list[int] = []
+        while not self._closed.wait(1.0):
+            progress = self._process.progress.report()
+            limit_s = max(_QUIET_S, progress.limit_s or math.inf)
+            if progress.seconds > limit_s and progress.position[:3] != reported:
+                reported = progress.position[:3]
+                wait_min = timeouts.collective.total_seconds() / 60
+                self._console.line(
+                    f"rank {self._place.rank} on {socket.gethostname()} has waited for {progress.seconds:.0f} s after "
+                    f"step {progress.step} ({progress.phase}): another rank hangs, or its host is cut off. The "
+                    f"wait may last {wait_min:.0f} min: end the command on all hosts, and give it again"
+                )
 
     def next_world(self) -> World | None:
         # After a rollback a requested stop still needs one more world, which restores the state to stop with.
@@ -192,6 +213,7 @@ class TorchrunRuntime:
         return None
 
     def close(self) -> None:
+        self._closed.set()
         self._events.close()
 
 

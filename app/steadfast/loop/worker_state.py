@@ -34,7 +34,6 @@ from steadfast.checkpoint.writer import Writer
 from steadfast.config import Config, EmaConfig, Every, Target, TargetOptimizer, TaskConfig, TensorSection
 from steadfast.data import Extent, Loader, build_dataset, build_order
 from steadfast.data.batches import Batch
-from steadfast.data.fingerprint import fingerprint
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import NotDeferrable, SteadfastError, TrainingError, UsageError
 from steadfast.hooks.hooks import Hooks
@@ -103,7 +102,7 @@ class WorkerState:
             self.loader.check_validation(2)
         else:
             self.loader.check_validation(min(size, self.order.num_train))
-        self.fingerprint = fingerprint(self.dataset)
+        self.fingerprint = self.loader.fingerprint()
         self.batch = config.batch  # its microbatch_size is a number once `fix_microbatch_size` was called
         self.effects = Effects()  # of forwards on model and task
         self.held = HeldState()  # the step whose state `model` and `optimizer` hold

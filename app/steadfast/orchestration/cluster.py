@@ -21,14 +21,17 @@ from steadfast.orchestration.internals import (
     forked_workers,
     keep_sigterm_handler,
     on_loopback,
+    ray_folder,
     restored_functions,
     silence_raylet,
+    use_own_python,
     without_services,
 )
 from steadfast.orchestration.packages import check_packages
 from steadfast.orchestration.runtime_env import runtime_env
 from steadfast.run.interrupts import Interrupts
 from steadfast.run.owner import Ownership
+from steadfast.units import size
 
 EMBEDDED = "embedded"
 _LOOPBACK = "127.0.0.1"
@@ -43,6 +46,7 @@ _RAY_SETTINGS = {
 }
 _STORE_BYTES = 100 * 2**20  # small, because no large object goes through Ray's object store
 _AUTOSCALER = Path("~/ray_bootstrap_config.yaml")  # `ray up` writes this file on the head of a cluster
+_FREE_BYTES, _FREE_FILES = 16 * 2**20, 200  # that an embedded Ray needs at least for its sockets and logs
 _POLL_S = 0.5
 _ANSWER_S = 10.0  # time in which a named cluster must answer
 _ADDRESS = re.compile(r"(?:ray://)?(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})/?")
@@ -55,6 +59,9 @@ _CORRECT = {
     "ray_current_cluster": "in /tmp/ray, by ray stop, then ray start if this machine belongs to a cluster",
 }
 _SETTINGS = 4  # type of a SETTINGS frame, in the fourth byte of its header
+
+
+WARNINGS_REMEDY = "A warnings filter makes a warning of Ray an error: remove the filter (PYTHONWARNINGS, -W error)"
 
 
 class RayNotStarted(TrainingError):
@@ -86,6 +93,8 @@ def connect(cluster: ClusterConfig, scaling: ScalingConfig, verbose: bool) -> st
         check_packages(cluster.pip, Path.cwd())
         _init(address=address, runtime_env=runtime_env(cluster), **quiet)
         return address
+    _check_space(ray_folder())
+    use_own_python()
     forks = forked_workers(scaling.cpus_per_worker, verbose)
     with on_loopback(), without_services(log_monitor=verbose), forks:
         _init(
@@ -150,7 +159,40 @@ def _init(address: str, **options: Any) -> None:
                 "If the cluster requires a token, set RAY_AUTH_MODE=token and copy ~/.ray/auth_token from its head; "
                 "Ray and Python must have the cluster's versions"
             )
+        remedy = _remedy(error) or remedy
         raise RayNotStarted(what, f"{remedy} (-v shows Ray's messages and the traceback)") from error
+
+
+def _check_space(folder: Path) -> None:
+    """Check that Ray can write its sockets and logs. Raises RayNotStarted."""
+    # Without space Ray starts, and its processes die later without a word.
+    while not folder.exists():
+        folder = folder.parent
+    free = os.statvfs(folder)
+    if free.f_bavail * free.f_frsize < _FREE_BYTES or (free.f_files and free.f_favail < _FREE_FILES):
+        raise RayNotStarted(
+            f"Ray cannot be started: {folder}, where it keeps sockets and logs, has room for "
+            f"{size(free.f_bavail * free.f_frsize)} and {free.f_favail} files",
+            "Free space there, or set RAY_TMPDIR to a folder with space",
+        )
+
+
+def _remedy(error: Exception) -> str:
+    """Return the remedy for an error of `ray.init`, or "" if the error does not show its cause."""
+    text = str(error)
+    if isinstance(error, Warning) or "error" in os.environ.get("PYTHONWARNINGS", ""):
+        return WARNINGS_REMEDY
+    if "AF_UNIX path length" in text:
+        return "The name of Ray's folder is too long: set RAY_TMPDIR=/tmp, or another short name"
+    if "home directory" in text:  # of a user who is not in /etc/passwd
+        return "Ray keeps a token in the home directory: set HOME to a folder that can be written"
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        at = Path(error.filename)
+        # `mkdir` may have failed at a folder above.
+        for name, folder in {"HOME": Path("~/.ray").expanduser(), "RAY_TMPDIR": ray_folder()}.items():
+            if at.is_relative_to(folder) or folder.is_relative_to(at):
+                return f"Ray must be able to write {folder}: set {name} to a folder that can be written"
+    return ""
 
 
 def find_cluster(wanted: str) -> str | None:

@@ -30,14 +30,14 @@ from steadfast.run import events
 from steadfast.run.directory import STACKS, KillRequest, RunDirectory, ScaleRequest
 from steadfast.run.events import Event
 from steadfast.run.owner import Ownership
-from steadfast.units import plural
+from steadfast.units import node_name, plural
 from steadfast.world.timeouts import Timeouts
 
 _INTERVAL_S = 0.25  # time between two checks for what no call reports
 _STORAGE_S = 1.0  # pause before the coordinator repeats a call that storage has refused
-_START_S = 5.0  # time for workers that start together with one whose GPU is unusable
 _DEATH_NEWS_S = 0.5  # time for a peer's death to be noticed, before an exception is blamed on the user's code
 _NO_COMMUNICATION = "communication failed"  # cause of an attempt's end
+_STARTS = "before joining"  # key of the budget for workers that fail before they join
 _NEVER_CAME = "not heard of since the coordinator has died"
 
 # Advice for workers that live and cannot reach each other. The coordinator cannot know which of the causes it is.
@@ -100,7 +100,11 @@ class Coordinator:
         self._ownership = ownership
         self._journal = Journal(directory)
         self._gauges = Gauges(directory.name)
-        self._budgets = Budgets(dict.fromkeys(_COUNTED, recovery.max_failures))
+        # At a start every worker may fail once, before the first one elsewhere has joined.
+        starts = {_STARTS: recovery.max_failures + membership.expected}
+        self._budgets = Budgets(dict.fromkeys(_COUNTED, recovery.max_failures) | starts)
+        self._joined: set[tuple[str, int | None]] = set()  # node and process of each worker that has asked for a place
+        self._unready: dict[str, str] = {}  # node -> why its last worker failed before it joined
         self._broken_worlds = BrokenWorlds()
         self._seen_failures: dict[tuple[int, str], str | None] = {}  # step and message -> member that reported first
         self._furthest_step = 0  # last step of the ledger, when the ledger was last read
@@ -117,7 +121,7 @@ class Coordinator:
         self._doomed = asyncio.Event()
         # If a member has died, its missing heartbeats show the death within this time.
         self._all_deaths_known_s = recovery.silence_s + _DEATH_NEWS_S
-        self._faulty_nodes: dict[str, str] = {}  # node -> kind of its fault, corruption or device
+        self._corrupted_nodes: set[str] = set()  # nodes with a worker that computed wrongly
         self._amendments = directory.amendments()
         self._succession = self._succeed()
         self._ownership.renew_in_background()  # the command that claimed the run has stopped renewing the lease
@@ -147,6 +151,8 @@ class Coordinator:
         Args:
             attempt: the last attempt in which the worker had a place, 0 for none.
         """
+        self._joined.add((member.node, member.pid))
+        self._unready.pop(member.node, None)
         self._spawn(self._answer(member, attempt))
 
     async def _answer(self, member: Member, attempt: int) -> None:
@@ -391,10 +397,13 @@ class Coordinator:
         self._carry_out(self._supervisor.check_shortage(self._short_since_s, waited_s, present, needed))
         if waited_s > self._wait_s:
             free = await asyncio.to_thread(ray.available_resources)
+            failed = [
+                f"The last worker on node {node_name(node)} failed: {why}. " for node, why in self._unready.items()
+            ]
             self.give_up(
                 f"waited {self._wait_s:g} s for workers: {present} of at least {needed} (scaling.num_workers) have "
                 f"joined; {int(free.get('CPU', 0))} CPUs and {int(free.get('GPU', 0))} GPUs are free. "
-                "Add nodes, and give the same command again"
+                f"{''.join(failed)}Add nodes, and give the same command again"
             )
 
     async def _watch_workers(self) -> None:
@@ -458,9 +467,10 @@ class Coordinator:
                 return replace(report, kind=FailureKind.COMMUNICATION)
         return report
 
-    def _judge(self, member: str, report: FailureReport) -> bool:
-        if member in self._dead:  # the other members have gone on without this one
+    def _judge(self, name: str, report: FailureReport) -> bool:
+        if name in self._dead:  # the other members have gone on without this one
             return self.over
+        member = self.members.get(name, Member(name, None, ""))
         self._amendments = self._amendments.leaving_out(report.skip)
         match report.kind:
             case FailureKind.PEER:
@@ -475,43 +485,55 @@ class Coordinator:
                 self._expel(report)
             case FailureKind.SMALLER:
                 cause = "out of memory"
-                self._shrink(member, report)
-            case FailureKind.DEVICE:
-                cause = "GPU unusable"
-                self.record(self._failure(member, report))
-                self._spawn(self._check_gpus(report.message))
+                self._shrink(name, report)
             case _:
                 cause = "exception"
                 self._charge(member, report)
         self._end_attempt(cause, report)
         return self.over
 
-    def _charge(self, member: str, report: FailureReport) -> None:
+    def _charge(self, member: Member, report: FailureReport) -> None:
         exceeded = self._budgets.spend(report.kind, report.step)
         # The same exception at the same step from a second member would come back for ever, so the run ends. An error
         # of kind OURS tells the user what to change, so the run ends at once. A worker stops training after an
         # exception, so the same report from the same member is a call that Ray has repeated.
-        first = self._seen_failures.setdefault((report.step, report.message), member)
-        if report.kind is FailureKind.OURS or first != member or exceeded is not None:
+        first = self._seen_failures.setdefault((report.step, report.message), member.name)
+        if report.kind is FailureKind.OURS or first != member.name or exceeded is not None:
             self.over = True
         self.record(self._failure(member, report).model_copy(update={"fatal": self.over, "budget": exceeded}))
 
-    async def _check_gpus(self, fault: str) -> None:
-        """End the run for a fault if no worker is left, and no node without such a fault."""
-        await asyncio.sleep(_START_S)
-        nodes = await asyncio.to_thread(ray.nodes)
-        with_gpus = {node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")}
-        if not (with_gpus - self._faulty_nodes.keys() or startable() or self.heartbeats.peers or self.over):
-            self.give_up(fault)
+    async def _charge_start(self, member: Member, report: FailureReport, needs: set[str], alone: bool) -> None:
+        await self.heartbeat_port()  # no worker may come that asks for it, so the watch begins here
+        await self._look_at_ledger()
+        exceeded = self._budgets.spend(_STARTS, self._furthest_step)
+        failure = self._failure(member, report)
+        again = self._unready.get(member.node) == report.message
+        hopeless = (
+            report.kind is FailureKind.OURS
+            # The same exception on every node is no fault of a node.
+            or (report.kind is FailureKind.EXCEPTION and report.message in self._unready.values())
+            # Another worker of the node may have a GPU that can be used.
+            or (report.kind is FailureKind.DEVICE and alone and not startable())
+        )
+        self._unready[member.node] = report.message
+        if hopeless:
+            nodes = await asyncio.to_thread(ray.nodes)
+            rooms = {node["NodeID"] for node in nodes if node["Alive"] and needs <= node["Resources"].keys()}
+            hopeless = rooms <= self._unready.keys()
+        if self.over or self.membership.world or not (hopeless or exceeded):
+            if not again:  # otherwise a worker that never starts would be reported every few seconds
+                self.record(failure)
+            self.reconcile()
+            return
+        self.over = True
+        self.record(failure.model_copy(update={"fatal": True, "budget": exceeded}))
+        self.dismiss(list(self._waiting), Leave.RUN_ENDED)
 
-    def _failure(self, member: str, report: FailureReport) -> events.Failure:
+    def _failure(self, member: Member, report: FailureReport) -> events.Failure:
         """Return the event of a worker's report, with rank and process if known."""
-        failure = report.to_event(member)
-        sender = self.members.get(member)
-        if sender is None:
-            return failure
-        rank = self.membership.rank_of(member)
-        return failure.model_copy(update={"rank": rank, "pid": sender.pid, "host": sender.host})
+        where = {"pid": member.pid, "host": member.host, "node": member.node or None}
+        rank = self.membership.rank_of(member.name)
+        return report.to_event(member.name or None).model_copy(update={"rank": rank, **where})
 
     def _shrink(self, member: str, report: FailureReport) -> None:
         # Every rank may have run out of memory, each with another forward size. The smallest size counts.
@@ -530,7 +552,7 @@ class Coordinator:
             if self.membership.rank_of(name) == report.corrupted:
                 self.lose(name, f"computed wrongly in step {report.step + 1}", FailureKind.CORRUPTION)
 
-    def _charge_communication(self, member: str, report: FailureReport) -> None:
+    def _charge_communication(self, member: Member, report: FailureReport) -> None:
         self.record(self._failure(member, report))
         broken = self._broken_worlds.count(report.attempt)
         exceeded = self._budgets.spend(report.kind, self._furthest_step)
@@ -578,8 +600,8 @@ class Coordinator:
         match event:
             case events.AttemptStarted(attempt=int(attempt)):
                 self._broken_worlds.stepped(attempt)
-            case events.Failure(kind=FailureKind.CORRUPTION | FailureKind.DEVICE as kind, node=str(node)):
-                self._faulty_nodes[node] = kind
+            case events.Failure(kind=FailureKind.CORRUPTION, node=str(node)):
+                self._corrupted_nodes.add(node)
             case events.Finished():
                 self.over = True
 
@@ -595,9 +617,19 @@ class Coordinator:
             return 0
         return self.membership.wanted
 
-    async def faulty_nodes(self) -> dict[str, str]:
-        """Return the kind of fault of each node that shall get no worker."""
-        return self._faulty_nodes
+    async def ended(self, member: Member, report: FailureReport, needs: set[str], alone: bool) -> bool:
+        """Record the end of a worker's process. Return whether a worker of its node computed wrongly.
+
+        Heartbeats and reports of the worker itself show the end of a worker that has joined.
+
+        Args:
+            needs: kinds of resources that a worker has.
+            alone: whether Ray has started no other worker.
+        """
+        if (member.node, member.pid) not in self._joined and member.node not in self._supervisor.draining:
+            await self._taken_over()
+            await self._charge_start(member, report, needs, alone)
+        return member.node in self._corrupted_nodes
 
     async def events(self, first: int, stop: bool) -> list[Event]:
         """Return the events that the driver has not shown yet.
@@ -692,7 +724,9 @@ class Coordinator:
                     self._broken_worlds.count(attempt)
             case events.Failure(kind=str(kind), member=member):
                 self.over = self.over or event.fatal
-                self._budgets.spend(kind, self._furthest_step, event.attempt)
+                self._budgets.spend(kind if member else _STARTS, self._furthest_step, event.attempt)
+                if member is None and event.node:
+                    self._unready[event.node] = event.error
                 if event.step is not None:
                     self._seen_failures.setdefault((event.step, event.error), member)
 
@@ -722,6 +756,8 @@ class Coordinator:
         if self._succession.over:
             return place is None or member.name in self.members
         if place is not None:
+            self._joined.add((member.node, member.pid))
+            self._unready.pop(member.node, None)
             self.members[member.name] = member
             self._succession.came(member.name, place)
         self.heartbeats.command(**merged(commands, self.heartbeats.commands))

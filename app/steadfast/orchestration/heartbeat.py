@@ -160,7 +160,7 @@ class HeartbeatServer:
         self._admitted: set[str] = set()
         # Connection without an introduction -> its age in seconds, oldest first.
         self._strangers: dict[_Connection, float] = {}
-        self.peers: dict[str, _Connection] = {}
+        self._peers: dict[str, _Connection] = {}
         # Newest answer to each worker, which a worker also receives when it connects.
         self._answers: dict[str, bytes] = {}
         self._in_world: set[str] = set()
@@ -189,14 +189,14 @@ class HeartbeatServer:
         if commands == self.commands:
             return
         self.commands = commands
-        for peer in self.peers.values():
+        for peer in self._peers.values():
             peer.transport.write(_line_of(commands))
 
     def answer(self, name: str, line: bytes) -> None:
         """Send a worker a line of `answer_line`. A worker that is lost meanwhile gets no answer."""
         if name in self._admitted:
             self._answers[name] = line
-            if peer := self.peers.get(name):
+            if peer := self._peers.get(name):
                 peer.transport.write(line)
 
     def expect(self, names: Iterable[str]) -> None:
@@ -228,8 +228,8 @@ class HeartbeatServer:
             stranger.transport.abort()
             return
         stranger.name = name
-        former = self.peers.get(name)
-        self.peers[name] = stranger
+        former = self._peers.get(name)
+        self._peers[name] = stranger
         if former is not None:
             former.transport.abort()
         stranger.transport.write(_line_of(self.commands) + self._answers.get(name, b""))
@@ -245,8 +245,8 @@ class HeartbeatServer:
     def ended(self, connection: _Connection, cause: str) -> None:
         self._strangers.pop(connection, None)
         name = connection.name
-        if name and self.peers.get(name) is connection:  # otherwise the worker has connected again
-            del self.peers[name]
+        if name and self._peers.get(name) is connection:  # otherwise the worker has connected again
+            del self._peers[name]
             self._in_world.discard(name)
             self._admitted.discard(name)
             self._answers.pop(name, None)
@@ -264,8 +264,8 @@ class HeartbeatServer:
                 self._strangers[stranger] += watched_s
                 if self._strangers[stranger] > _HELLO_S:
                     stranger.transport.abort()
-            late_s = 1.5 * self._timeouts.heartbeat_of(len(self.peers))
-            for peer in self.peers.values():
+            late_s = 1.5 * self._timeouts.heartbeat_of(len(self._peers))
+            for peer in self._peers.values():
                 peer.silent_s = 0.0 if gap else peer.silent_s + watched_s
                 self._probe(peer, watched_s, late_s)
             self._judge(lateness.stretch)
@@ -283,9 +283,9 @@ class HeartbeatServer:
 
     def _judge(self, stretch: float) -> None:
         silence_s = self._timeouts.silence_s
-        heard = {name for name, peer in self.peers.items() if peer.silent_s < silence_s}
+        heard = {name for name, peer in self._peers.items() if peer.silent_s < silence_s}
         nobody_heard = not heard & self._in_world
-        for name, peer in self.peers.items():
+        for name, peer in self._peers.items():
             if name in heard or peer.lost:
                 continue
             # Outside of a world the limit is long: on a busy machine a worker that imports libraries and builds its

@@ -38,12 +38,10 @@ class FailureReport:
     skip: tuple[int, ...] = ()  # steps to leave out in the next attempts
     forward_size: int | None = None  # most samples of a forward in the next attempts
     corrupted: int | None = None  # rank that computed wrongly
-    node: str | None = None  # node of the worker
 
-    def to_event(self, member: str) -> Failure:
+    def to_event(self, member: str | None) -> Failure:
         """Return the event that records this failure of a worker."""
-        told = {"error": self.message, "traceback": self.traceback}
-        return Failure(kind=self.kind, member=member, node=self.node, step=self.step, **told)
+        return Failure(kind=self.kind, member=member, step=self.step, error=self.message, traceback=self.traceback)
 
 
 @dataclass(frozen=True)

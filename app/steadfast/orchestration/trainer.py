@@ -18,6 +18,7 @@ from steadfast.config import Config, RecoveryConfig
 from steadfast.errors import SteadfastError, TrainingError, UsageError, shortened
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.backend import SlotConfig
+from steadfast.orchestration.cluster import WARNINGS_REMEDY
 from steadfast.orchestration.coordinator import Coordinator
 from steadfast.orchestration.fork_worker import python_of_cluster
 from steadfast.orchestration.internals import dead_processes, is_embedded, without_idle_actors
@@ -295,9 +296,11 @@ class Fit:
         raise RayDied(what, self.directory.last_step(), self._num_workers, self.cluster)
 
     def _explained(self, failure: Failure) -> SteadfastError:
-        if failure.kind != FailureKind.OURS:
+        if failure.kind not in (FailureKind.OURS, FailureKind.DEVICE):
             # The failure has no traceback if a budget was exceeded or the workers could not communicate.
             told = failure.traceback or failure.error
+            if not failure.traceback and failure.node:
+                told = f"{failure.line()}. {failure.budget or _REMEDY}"
             if not self.console.verbose:
                 told = shortened(told)
             return TrainingError(told)
@@ -346,10 +349,10 @@ class Fit:
 def _in_short(error: BaseException) -> str:
     """Return the cause of a Ray error in one line, with the remedy."""
     first, *_ = str(error).splitlines() or [""]
+    if isinstance(error, Warning):
+        return f"{type(error).__name__}: {first}. {WARNINGS_REMEDY}"
     if isinstance(error, ray.train.WorkerGroupError):
         # The first line only says that a worker has failed. The last line of the worker's traceback names the cause.
         for failure in error.worker_failures.values():
             first = (str(failure).strip().splitlines() or [first])[-1]
-    if isinstance(error, Warning):
-        return f"{type(error).__name__}: {first}. A filter, of your code or PYTHONWARNINGS, made it an error: remove it"
     return f"{type(error).__name__}: {first.rstrip('. ')}. {_REMEDY}"

@@ -59,8 +59,9 @@ class RayRuntime:
 
     def __init__(self, spec: WorkerSpec) -> None:
         here = ray.get_runtime_context()
-        self.device = assigned_device(here.get_accelerator_ids()["GPU"])
+        self.device = started(assigned_device(here.get_accelerator_ids()["GPU"]))
         self.leave_reason = Leave.RUN_ENDED  # reason why there is no next world
+        self.failure: FailureReport | None = None  # reason why this worker cannot join
         self._host = spec.coordinator_host
         self._coordinator = spec.coordinator
         self._timeouts = Timeouts(spec.config.recovery.silence_s)
@@ -137,9 +138,13 @@ class RayRuntime:
     def failed(self, step: int, error: BaseException) -> bool:
         """Report why the attempt broke after `step`. Return whether this worker goes on.
 
-        Raises `error` if the failure ends the run.
+        Raises `error` if the failure ends the run. The slot reports a failure before the first world.
         """
-        kind, over = self._report(step, error)
+        report = _failure_report(error, self._attempt, step)
+        if not self._attempt:
+            self.failure = report
+            return False
+        kind, over = report.kind, ray.get(self._coordinator.failed.remote(self._member.name, report))
         if over and kind is not FailureKind.PEER:
             raise error
         is_odd = isinstance(error, Corrupted) and self._place is not None and error.rank == self._place.rank
@@ -226,20 +231,6 @@ class RayRuntime:
         process = WorkerProcess(self.device, self._timeouts, self._progress, self._member.node)
         return form_world(store, own, process, place.amendments, self._aborted)
 
-    def _report(self, step: int, error: BaseException) -> tuple[FailureKind, bool]:
-        # Returns the kind of the failure, and whether the run is over.
-        kind = failure_kind(error, has_peers=self._attempt > 0)
-        message = str(error) if isinstance(error, SteadfastError) else described(error)
-        trace = traceback_of(as_exception(error))
-        failure = FailureReport(kind, self._attempt, step, message, trace, node=self._member.node)
-        if isinstance(error, BadStep):
-            failure = replace(failure, skip=error.steps)
-        elif isinstance(error, OutOfMemory):
-            failure = replace(failure, message=error.error, forward_size=error.forward_size)
-        elif isinstance(error, Corrupted):
-            failure = replace(failure, message=error.cause, corrupted=error.rank)
-        return kind, ray.get(self._coordinator.failed.remote(self._member.name, failure))
-
     def _beat(self) -> Message:
         message: Message = {"progress": asdict(self._progress.report())}
         if collectives := self._flight_recorder.take():
@@ -265,33 +256,45 @@ class RayRuntime:
             world.groups.abort()
 
 
-def train_loop(spec: WorkerSpec) -> str:
-    """Train as one worker, and return its reason to leave.
+def _failure_report(error: BaseException, attempt: int, step: int) -> FailureReport:
+    kind = failure_kind(error, has_peers=attempt > 0)
+    message = str(error) if isinstance(error, SteadfastError) else described(error)
+    failure = FailureReport(kind, attempt, step, message, traceback_of(as_exception(error)))
+    if isinstance(error, BadStep):
+        failure = replace(failure, skip=error.steps)
+    elif isinstance(error, OutOfMemory):
+        failure = replace(failure, message=error.error, forward_size=error.forward_size)
+    elif isinstance(error, Corrupted):
+        failure = replace(failure, message=error.cause, corrupted=error.rank)
+    return failure
 
-    The slot reads the reason to decide whether another worker is needed.
+
+def train_loop(spec: WorkerSpec) -> str | FailureReport:
+    """Train as one worker, and return its reason to leave, or why it could not join.
+
+    The slot reads the result to decide whether another worker is needed.
     """
-    # Imported here, because the driver imports this module too and does not need the training code.
-    from steadfast.worker import work
-
     unblock_sigterm()  # Ray has started this thread, and may have blocked the signal
-    runtime = RayRuntime(spec)
+    try:
+        # Imported here, because the driver imports this module too and does not need the training code.
+        from steadfast.worker import work
+
+        runtime = RayRuntime(spec)
+    except Exception as error:
+        return _failure_report(error, attempt=0, step=0)
     with shown_output(runtime.show_output):
         try:
-            started(runtime.device)
             _settle(spec)
         except Exception as error:
-            runtime.failed(0, error)  # ends the run, or this worker alone
+            runtime.failed(0, error)
         else:
             work(spec.config, runtime, spec.directory)
     runtime.close()
-    return runtime.leave_reason.value
+    return runtime.failure or runtime.leave_reason.value
 
 
 def _settle(spec: WorkerSpec) -> None:
-    """Prepare this process to run the user's code.
-
-    Raises SteadfastError for a fault that every other worker would have too.
-    """
+    """Prepare this process to run the user's code."""
     # The current directory is Ray's copy of the user's working directory. A directory on this node with the name of the
     # user's own may be older. The current directory is not resolved, because a node that is about to go may have
     # deleted it.

@@ -437,7 +437,7 @@ class Failure(Event):
 
     def line(self) -> str:
         # No worker is named if the run as a whole has failed. A rank of torchrun has no name.
-        if self.member is None and self.rank is None:
+        if self.member is None and self.rank is None and self.node is None:
             return f"failure: {self.error}"
         match self.kind:
             case "worker" if self.error == CONNECTION_CLOSED:
@@ -465,9 +465,11 @@ class Failure(Event):
         worker = f"worker {self.member}"
         if self.rank is not None:
             worker = f"rank {self.rank}"
+        elif self.member is None:  # it has not joined
+            worker = f"a new worker on node {node_name(self.node or '')}"
         if self.pid is not None:
             return f"{worker} (pid {self.pid} on {self.host})"
-        if self.node is not None:
+        if self.node is not None and self.member is not None:
             return f"{worker} on node {node_name(self.node)}"
         return worker
 

@@ -10,18 +10,21 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import ray._private.state
 import ray.actor
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants, services, utils, worker
 from ray._private.node import Node
 
 from steadfast.orchestration import fork_worker
 from steadfast.orchestration.fork_server import ForkServer
 
+UV_VARIABLE = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 _fork_server: ForkServer | None = None  # that of the embedded Ray
 
 
@@ -33,18 +36,31 @@ def silence_raylet() -> None:
 
 @contextlib.contextmanager
 def restored_functions() -> Iterator[None]:
-    """Undo `silence_raylet` and `keep_sigterm_handler` after the context."""
-    stock = worker.print_to_stdstream, utils.set_sigterm_handler
+    """Undo `silence_raylet`, `keep_sigterm_handler` and `use_own_python` after the context."""
+    stock = worker.print_to_stdstream, utils.set_sigterm_handler, ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
     try:
         yield
     finally:
-        worker.print_to_stdstream, utils.set_sigterm_handler = stock
+        worker.print_to_stdstream, utils.set_sigterm_handler, ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = stock
 
 
 def keep_sigterm_handler() -> None:
     """Keep this process's handler of SIGTERM during `ray.init`."""
     # Ray's own handler ends the process, and the run could not write a checkpoint first.
     utils.set_sigterm_handler = lambda handler: None
+
+
+def ray_folder() -> Path:
+    """Return the folder of an embedded Ray's sockets and logs."""
+    return Path(get_default_ray_temp_dir())
+
+
+def use_own_python() -> None:
+    """Start workers of an embedded Ray by this Python, also if `uv run` has started this process."""
+    # Ray would start each worker by `uv run` in a copy of the working directory, where packages that this environment
+    # has beside those of pyproject.toml are missing: this program too. Ray reads the variable when it is imported.
+    if UV_VARIABLE not in os.environ:
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 
 
 @contextlib.contextmanager

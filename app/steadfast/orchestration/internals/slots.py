@@ -13,7 +13,7 @@ import pickle
 import queue
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +36,8 @@ from ray.train.v2.api import data_parallel_trainer
 from steadfast.backoff import delays
 from steadfast.errors import UsageError
 from steadfast.guards.failures import FailureKind
-from steadfast.orchestration.messages import Leave
+from steadfast.orchestration.internals.starting import await_start, failure_to_start, node_of
+from steadfast.orchestration.messages import FailureReport, Leave, Member
 from steadfast.orchestration.policies import Quarantine
 from steadfast.run.events import Notice
 from steadfast.run.interrupts import outlive_sigterm
@@ -46,6 +47,7 @@ _STEADY_S = 10.0  # a worker that lived longer is replaced at once
 _FIRST_DELAY_S = 0.5  # pause before a worker that died earlier is replaced; the pause grows with each early death
 _LONGEST_DELAY_S = 5.0
 _SHUTDOWN_S = 5.0
+_OTHERS_S = 5.0  # time for workers of other GPUs to start, after one that cannot use its own
 _ASK_S = 10.0
 _MOST_PENDING = 8  # slots that may wait for room at the same time; more if more than this are filled
 
@@ -81,6 +83,7 @@ class _Slot:
     worker: Worker | None = None  # None while no worker trains in the slot
     poll: Any = None  # pending call for the worker's status
     released: bool = False  # whether the worker left because the coordinator released it
+    failure: FailureReport | None = None  # why the worker cannot join
     closed: threading.Event = field(default_factory=threading.Event)
 
     def close(self) -> None:
@@ -163,23 +166,27 @@ class SlotWorkerGroup(WorkerGroup):
         pauses = delays(_FIRST_DELAY_S, _LONGEST_DELAY_S)
         while not slot.closed.is_set():
             began_s = time.monotonic()
-            node = None
+            member = Member("", None, "")
+            slot.failure = None
             slot.actor = self._actor_class().remote()
             if slot.closed.is_set():  # the slot was closed before there was an actor to kill
                 ray.kill(slot.actor)
-            with contextlib.suppress(RayError):
-                metadata = ray.get(slot.actor.get_metadata.remote())  # blocks this thread until there is room
+            try:
+                metadata = await_start(slot.actor)  # blocks this thread until there is room
                 began_s = time.monotonic()
-                node = metadata.node_id
+                member = Member("", None, metadata.node_id, pid=metadata.pid, host=metadata.hostname)
                 self._fill(slot, metadata)
                 ray.get(slot.actor.park.remote())
+            except RayError as error:
+                slot.failure = slot.failure or failure_to_start(error)
+                member = replace(member, node=member.node or node_of(slot.actor))
             slot.worker = None
             slot.poll = None
             ray.kill(slot.actor)
 
             lived_s = time.monotonic() - began_s
-            if node and not slot.closed.is_set():
-                self._record_end(node, lived_s, slot.released)
+            if slot.failure and not slot.released and not slot.closed.is_set():
+                self._record_death(member, slot.failure, lived_s)
             # A worker that dies early is likely to die again, so its replacement is delayed.
             if slot.released or lived_s > _STEADY_S:
                 slot.released = False
@@ -187,27 +194,33 @@ class SlotWorkerGroup(WorkerGroup):
             else:
                 slot.closed.wait(next(pauses))
 
-    def _record_end(self, node: str, lived_s: float, released: bool) -> None:
-        elsewhere = any(worker.metadata.node_id != node for worker in self.get_workers())
+    def _record_death(self, member: Member, failure: FailureReport, lived_s: float) -> None:
+        node = member.node
         now_s = time.monotonic()
-        fault = self._fault_of(node)
-        if fault:
+        computed_wrongly = False
+        workers = self.get_workers()
+        without_gpu = failure.kind is FailureKind.DEVICE
+        if without_gpu and not workers:
+            time.sleep(_OTHERS_S)
+            workers = self.get_workers()
+        elsewhere = any(worker.metadata.node_id != node for worker in workers)
+        needs = set(self._worker_group_context.resources_per_worker)
+        # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
+        # thread waits for the answer.
+        with contextlib.suppress(RayError):
+            asked = self._coordinator.ended.remote(member, failure, needs, not workers)
+            computed_wrongly = ray.get(asked, timeout=_ASK_S)
+        if not node:  # the worker has found no place
+            return
+        if computed_wrongly or without_gpu:
             # A worker without its GPU cannot train, so nothing is lost if there is no other node.
-            avoided = self._quarantine.avoid(node, now_s, elsewhere or fault == FailureKind.DEVICE)
+            avoided = self._quarantine.avoid(node, now_s, elsewhere or without_gpu)
         else:
-            avoided = not released and self._quarantine.record_death(node, lived_s, now_s, elsewhere)
+            avoided = self._quarantine.record_death(node, lived_s, now_s, elsewhere)
         if avoided:
             why = "its workers died early, computed wrongly or could not use their GPU"
             text = f"node {node_name(node)} gets no new workers for a while: {why}"
             self._coordinator.publish.remote(Notice(event="node_quarantined", text=text, node=node))
-
-    def _fault_of(self, node: str) -> str:
-        # The call is made before the next worker is placed, because that worker must avoid the node. Only this slot's
-        # thread waits for the answer.
-        with contextlib.suppress(RayError):
-            faults: dict[str, str] = ray.get(self._coordinator.faulty_nodes.remote(), timeout=_ASK_S)
-            return faults.get(node, "")
-        return ""
 
     def _actor_class(self) -> Any:
         context = self._worker_group_context
@@ -255,7 +268,12 @@ class SlotWorkerGroup(WorkerGroup):
                 with contextlib.suppress(RayError):  # the slot's thread handles the death of its actor
                     status = ray.get(question)
             statuses.append(status)
-            if status.return_value == Leave.RELEASED:
+            if isinstance(status.return_value, FailureReport):
+                slot.failure = status.return_value
+                status.return_value = None
+                status.running = True  # another worker takes the slot
+                ray.kill(slot.actor)
+            elif status.return_value == Leave.RELEASED:
                 slot.released = True
                 ray.kill(slot.actor)
         return self._as_one(statuses)
@@ -364,9 +382,19 @@ class InlineFunction:
         stored._ref = None  # this was the last reference, so the store deletes the function
 
     def get(self) -> Any:
-        unpickler = pickle.Unpickler(io.BytesIO(self._pickled))
-        unpickler.persistent_load = self._references.__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
+        return _Unpickler(self._pickled, self._references).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler that puts in the references which `_Pickler` has left out."""
+
+    # A method of the class, because Python 3.13.0 does not let the attribute of an instance be set.
+    def __init__(self, pickled: bytes, references: list[ray.ObjectRef]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._references = references
+
+    def persistent_load(self, index: int) -> ray.ObjectRef:
+        return self._references[index]
 
 
 class _Pickler(ray.cloudpickle.Pickler):
