@@ -267,10 +267,7 @@ def _with_dataset(config: DataConfig, dataset: Dataset | None, collate: Collate 
     """
     if dataset is not None:
         # Keys that all data sections share, such as `validation_fraction`, keep their values.
-        kept: dict[str, Any] = {}
-        for name in SamplesConfig.model_fields:
-            if hasattr(config, name):
-                kept[name] = getattr(config, name)
+        kept = {name: getattr(config, name) for name in SamplesConfig.model_fields if hasattr(config, name)}
         config = TargetData.of_object("data", _name(dataset), lambda: dataset, **kept)
     if collate is None:
         return config

@@ -19,7 +19,6 @@ from steadfast.checkpoint.catalog import Catalog
 from steadfast.checkpoint.weights import read_whole
 from steadfast.config import Config, load_config
 from steadfast.data import SampleOrder, build_dataset
-from steadfast.data.order import samples_digest
 from steadfast.errors import TrainingError
 from steadfast.storage import LocalStore
 from tests.chaos import contenders
@@ -31,6 +30,7 @@ from tests.chaos.report import Line, Row, broken, only_stalls, table
 from tests.chaos.yardstick import Yardstick
 from tests.support import processes
 from tests.support.history import History
+from tests.support.orders import samples_digest
 
 _EQUAL = 1e-10  # largest difference between fp64 weights
 

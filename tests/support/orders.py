@@ -1,8 +1,8 @@
-"""An order of the user's own, for `data.order.target`."""
+"""An order of the user's own, for `data.order.target`, and the digest of samples in an order."""
 
 import numpy as np
 
-from steadfast.data.order import Int64s, uniform
+from steadfast.data.order import Int64s, sample_keys, uniform
 
 
 class Weighted:
@@ -15,3 +15,8 @@ class Weighted:
         drawn = uniform(seed, epoch, place) * total[-1]
         ids: Int64s = np.searchsorted(total, drawn, side="right")
         return ids
+
+
+def samples_digest(ids: Int64s, positions: Int64s, seed: int) -> int:
+    """Return the sum mod 2^64 of the samples' hashes."""
+    return int(sample_keys(ids, positions, seed).sum())

@@ -15,13 +15,14 @@ from steadfast.config.target import load_target
 from steadfast.data import Extent, SampleOrder, build_dataset, build_order
 from steadfast.data.batches import Batch, map_tensors
 from steadfast.data.datasets import build_collate
-from steadfast.data.order import sample_keys, samples_digest
+from steadfast.data.order import sample_keys
 from steadfast.loop.seed import seed_generators, seed_validation
 from steadfast.models import build_model
 from steadfast.optim.schedule import learning_rate
 from steadfast.parallel.blocks import stop_caching
 from steadfast.plan import Microbatch
 from steadfast.tasks import build_task
+from tests.support.orders import samples_digest
 
 CPU = torch.device("cpu")
 

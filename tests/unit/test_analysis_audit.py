@@ -12,7 +12,7 @@ from steadfast.analysis.audit import CounterExample, audit
 from steadfast.cli import main
 from steadfast.config import Config, parse_config
 from steadfast.data import build_dataset
-from steadfast.data.order import Extent, SampleOrder, build_order, samples_digest
+from steadfast.data.order import Extent, SampleOrder, build_order
 from steadfast.errors import ConfigError
 from steadfast.launch.resume import start_or_resume
 from steadfast.plan import Amendments, End, Plan
@@ -24,6 +24,7 @@ from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import Line, read_lines
 from tests.support.events import attempt_started
 from tests.support.json_tables import check_document
+from tests.support.orders import samples_digest
 from tests.support.run_directories import write_lines
 from tests.support.verbs import printed
 

@@ -12,10 +12,11 @@ import torch
 from steadfast.config import HeldOut, LoaderConfig, Target, TargetData, TextData, ValidationTarget
 from steadfast.data.datasets import TextDataset
 from steadfast.data.loader import Loader, num_loader_processes
-from steadfast.data.order import SampleOrder, build_order, samples_digest
+from steadfast.data.order import SampleOrder, build_order
 from steadfast.errors import DataError, described
 from steadfast.plan import Microbatch
 from tests.support.loading import CPU, Noisy, Odd, loader_of, microbatches
+from tests.support.orders import samples_digest
 
 
 def test_fetched_is_the_ordered_samples_with_their_digest() -> None:

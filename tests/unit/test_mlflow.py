@@ -2,16 +2,19 @@
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from steadfast.config import MlflowConfig
+from steadfast.config import MlflowConfig, parse_config
 from steadfast.errors import ConfigError
 from steadfast.storage import LocalStore, open_store
-from steadfast.telemetry.mlflow import MlflowTracker
+from steadfast.telemetry.mlflow import MlflowTracker, tracking_uri
+from steadfast.telemetry.spool import Spool
+from steadfast.telemetry.trackers import BackgroundTracker, build_trackers
 
 mlflow = pytest.importorskip("mlflow")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's use of SQLAlchemy
@@ -24,9 +27,11 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_MLFLOW_TELEMETRY_SESSION_ID", "tests")  # which MLflow would leave behind
 
 
-def tracker(folder: Path, **fields: Any) -> MlflowTracker:
+def tracker(folder: Path, **fields: Any) -> BackgroundTracker:
     document = {"batch": {"global_size": 48}, "hooks": [], "model": {}}
-    return MlflowTracker(MlflowConfig(**fields), "mine", document, LocalStore(folder))
+    config, store = MlflowConfig(**fields), LocalStore(folder)
+    build = partial(MlflowTracker, config, tracking_uri(config, store), "mine", document, store)
+    return BackgroundTracker("MLflow", build, Spool(store, "mlflow"))
 
 
 def runs(uri: str) -> list[Any]:
@@ -73,4 +78,4 @@ def test_a_run_in_progress_is_shown_as_such(tmp_path: Path) -> None:
 
 def test_a_bucket_needs_a_server() -> None:
     with pytest.raises(ConfigError, match="tracking_uri or MLFLOW_TRACKING_URI, because"):
-        MlflowTracker(MlflowConfig(), "mine", {}, open_store("s3://bucket/runs"))
+        build_trackers(parse_config("trackers: [{kind: mlflow}]"), open_store("s3://bucket/runs"), 1)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from steadfast.config import Target, TargetData
-from steadfast.data.order import Int64s, OwnOrder, Permutation, SampleOrder, build_order, samples_digest, uniform
+from steadfast.data.order import Int64s, OwnOrder, Permutation, SampleOrder, build_order, uniform
 from steadfast.errors import DataError
 from tests.examples.orders import Curriculum, LengthBuckets
+from tests.support.orders import samples_digest
 
 SEEDS = st.integers(0, 2**63 - 1)
 FROZEN_TRAIN = [977, 243, 94, 529, 756, 902, 253, 324]

@@ -54,4 +54,11 @@ def test_on_a_disk_files_are_where_they_are_to_be(tmp_path: Path) -> None:
     spool = Spool(LocalStore(tmp_path), "tensorboard")
     spool.close()
     assert spool.path == tmp_path / "tensorboard"
-    assert not spool.due
+
+
+def test_a_folder_in_another_folder_is_uploaded_as_well() -> None:
+    store = MemoryStore()
+    spool = Spool(store, "trackers/mine:Tracker")
+    spool.note(3, {"train/loss": 1.0})
+    spool.close()
+    assert uploads(store) == {"trackers/mine:Tracker/drawn.json": 1}

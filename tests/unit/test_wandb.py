@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steadfast.config import WandbConfig
+from steadfast.config import parse_config
 from steadfast.storage import LocalStore
-from steadfast.telemetry.trackers import Trackers
-from steadfast.telemetry.wandb import WandbTracker
+from steadfast.telemetry.past import Past
+from steadfast.telemetry.trackers import Trackers, build_trackers
+from tests.support.events import LOG, changed
 
 
 class Library:
@@ -39,6 +40,9 @@ class Library:
             raise OSError("no room")
         self.told.append((step, values))
 
+    def Html(self, text: str, inject: bool) -> str:  # noqa: N802 - as W&B has it
+        return text
+
     def Image(self, pixels: Any) -> tuple[str, Any]:  # noqa: N802 - as W&B has it
         return "image", pixels.shape
 
@@ -52,22 +56,22 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     monkeypatch.setitem(sys.modules, "wandb", library)
-    monkeypatch.setattr("steadfast.telemetry.wandb.require_extra", lambda *_: None)
+    monkeypatch.setattr("steadfast.telemetry.trackers.require_extra", lambda *_: None)
     return library
 
 
-def tracker(folder: Path) -> WandbTracker:
-    return WandbTracker(WandbConfig(), "run", {}, LocalStore(folder))
+def opened_trackers(folder: Path) -> Trackers:
+    return build_trackers(parse_config("trackers: [{kind: wandb}]"), LocalStore(folder), 1)
 
 
 def test_a_failed_attempt_leaves_its_run_and_the_next_one_opens_it_when_it_is_closed(
     library: Library, tmp_path: Path
 ) -> None:
-    first = Trackers([tracker(tmp_path)])
+    first = opened_trackers(tmp_path)
     first.scalars(1, {"loss": 2.0})
     first.leave()  # returns at once
     assert library.finishing.wait(20)
-    second = Trackers([tracker(tmp_path)])
+    second = opened_trackers(tmp_path)
     second.scalars(2, {"loss": 1.0})
     opened, logged = library.told
     assert logged == (1, {"loss": 2.0})
@@ -82,7 +86,7 @@ def test_an_image_is_logged_and_a_run_in_which_nothing_can_be_drawn_any_more_is_
 ) -> None:
     library.may_finish.set()
     for library.broken in (False, True, True):
-        one = Trackers([tracker(tmp_path)])
+        one = opened_trackers(tmp_path)
         one.log(3, {"hooks/face": np.zeros((4, 5))})
         one.close()
     drawn = (3, {"hooks/face": ("image", (4, 5, 1))})
@@ -93,10 +97,10 @@ def test_an_image_is_logged_and_a_run_in_which_nothing_can_be_drawn_any_more_is_
 def test_figures_that_a_killed_leader_had_not_logged_come_first(library: Library, tmp_path: Path) -> None:
     library.may_finish.set()
     for steps, lost in (([1, 2], ()), ([5], (1, 2, 3, 4))):
-        one = tracker(tmp_path)
-        for step in lost:
-            one.resend(step, {"train/loss": 1.0})
+        one = opened_trackers(tmp_path)
+        one.begin(lost[-1] if lost else 0, Past(), [changed(LOG, step=step, total_steps=9) for step in lost])
         for step in steps:
             one.scalars(step, {"train/loss": 1.0})
         one.close()
-    assert [each[0] for each in library.told if isinstance(each[0], int)] == [1, 2, 3, 4, 5]
+    drawn = [each[0] for each in library.told if isinstance(each[0], int) and "train/loss" in each[1]]
+    assert drawn == [1, 2, 3, 4, 5]

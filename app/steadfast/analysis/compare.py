@@ -7,6 +7,8 @@ the speed may differ. Other workers or shares are reported, but do not count as 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from heapq import merge
+from itertools import groupby, repeat
 from typing import Any
 
 import numpy as np
@@ -93,9 +95,7 @@ class Comparison:
     def to_line(self) -> Line:
         """Return the result as a JSON object for scripts."""
         found = asdict(self) | {"last_steps": list(self.last_steps)}
-        keys = []
-        for each in self.changes:
-            keys.append({"key": each.key, "a": each.old, "b": each.new, "identity": each.identity})
+        keys = [{"key": each.key, "a": each.old, "b": each.new, "identity": each.identity} for each in self.changes]
         return {"same": self.same, **found, "changes": keys}
 
     def add(self, step: int, lines: tuple[Line | None, Line | None]) -> None:
@@ -166,10 +166,7 @@ def compare(one: RunDirectory, other: RunDirectory) -> Comparison:
         come = f"{one.uri} has reached step {found.last_steps[0]}, {other.uri} step {found.last_steps[1]}"
         raise UsageError(f"no step is in both ledgers, so there is nothing to compare: {come}")
     found.ends = _ends(one, other)
-    parted = {}
-    for name, both in found.ends.items():
-        if both[0] != both[1]:
-            parted[name] = both
+    parted = {name: both for name, both in found.ends.items() if both[0] != both[1]}
     # Digests of the final states are in no ledger line, so they count after the last step.
     if parted and found.first is None:
         found.first = Difference(min(found.last_steps), parted, (_ran(last_lines[0]), _ran(last_lines[1])))
@@ -241,31 +238,16 @@ def relative_difference(one: float, other: float) -> float:
 
 def _paired(ledgers: tuple[HeldLines, HeldLines], last: int) -> Iterator[tuple[int, tuple[Line | None, Line | None]]]:
     """Yield each step up to `last` with its line in each ledger."""
-    streams = iter(ledgers[0]), iter(ledgers[1])
-    # The line of each ledger that is to be yielded next, None at its end.
-    ours, theirs = next(streams[0], None), next(streams[1], None)
-    while True:
-        our_step, their_step = _step(ours), _step(theirs)
-        step = min(our_step, their_step)
+    ours, theirs = (zip(repeat(place), lines) for place, lines in enumerate(ledgers))
+    for step, found in groupby(merge(ours, theirs, key=_step), key=_step):
         if step > last:
             return
-        # A step may be in one ledger only. The other ledger's line then waits for its own step.
-        if our_step > their_step:
-            yield step, (None, theirs)
-        elif our_step < their_step:
-            yield step, (ours, None)
-        else:
-            yield step, (ours, theirs)
-        if our_step == step:
-            ours = next(streams[0], None)
-        if their_step == step:
-            theirs = next(streams[1], None)
+        lines = dict(found)
+        yield step, (lines.get(0), lines.get(1))
 
 
-def _step(line: Line | None) -> int:
-    if line is None:
-        return _LARGEST
-    return int(line["step"])
+def _step(line: tuple[int, Line]) -> int:
+    return int(line[1]["step"])
 
 
 def _samples(ours: Line, theirs: Line) -> dict[str, Both]:
@@ -311,11 +293,7 @@ def _ends(one: RunDirectory, other: RunDirectory) -> dict[str, Both]:
     ours, theirs = one.summary(), other.summary()
     if ours is None or theirs is None or ours["step"] != theirs["step"]:
         return {}
-    ends = {}
-    for name in ours:
-        if name.endswith("_sha256") and name in theirs:
-            ends[name] = ours[name], theirs[name]
-    return ends
+    return {name: (ours[name], theirs[name]) for name in ours if name.endswith("_sha256") and name in theirs}
 
 
 def _changes(one: RunDirectory, other: RunDirectory) -> list[Change]:

@@ -262,10 +262,7 @@ def _between(ends: Mapping[int, Needed], size: int) -> Needed:
         return ends[size]
     first, last = sorted(ends)
     weight = (1 / size - 1 / last) / (1 / first - 1 / last)
-    on_line = []
-    for begin, end in zip(ends[first], ends[last], strict=True):
-        on_line.append(round(end + weight * (begin - end)))
-    return Needed(*on_line)
+    return Needed(*(round(end + weight * (begin - end)) for begin, end in zip(ends[first], ends[last], strict=True)))
 
 
 def _create_state(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:

@@ -260,30 +260,17 @@ def _nodes(events: Sequence[Event]) -> tuple[Node, ...]:
     if started is None or started.nodes is None:
         return ()
     times: RankTimes | None = _last(events, RankTimes)
+    known = started.gpus or ()
     nodes = []
     for name, ranks in started.nodes.items():
-        node = Node(name, ranks)
-        if started.gpus:
-            gpus = []
-            for rank in ranks:
-                if rank < len(started.gpus):
-                    gpus.append(started.gpus[rank])
-            node = replace(node, gpus=tuple(gpus))
+        node = Node(name, ranks, tuple(known[rank] for rank in ranks if rank < len(known)))
         # Times of an earlier attempt are by other ranks.
         if times is not None and times.attempt == started.attempt and max(ranks, default=0) < len(times.own_ms):
-            node = _with_times(node, times)
+            num_looks = sum(times.last) or 1
+            own_ms = tuple(times.own_ms[rank] for rank in ranks)
+            node = replace(node, own_ms=own_ms, last=tuple(times.last[rank] / num_looks for rank in ranks))
         nodes.append(node)
     return tuple(nodes)
-
-
-def _with_times(node: Node, times: RankTimes) -> Node:
-    num_looks = sum(times.last) or 1
-    own_ms = []
-    last = []
-    for rank in node.ranks:
-        own_ms.append(times.own_ms[rank])
-        last.append(times.last[rank] / num_looks)
-    return replace(node, own_ms=tuple(own_ms), last=tuple(last))
 
 
 def _last_metrics(events: Sequence[Event]) -> dict[str, float] | None:

@@ -91,11 +91,8 @@ _OPTIONAL = ("hooks.", "precision.", "requires_grad.")
 
 def optional_for(shards: Iterable[Shard]) -> tuple[str, ...]:
     """Return the prefixes of names that a checkpoint may have beside these shards, or lack."""
-    prefixes = list(_OPTIONAL)
-    for shard in shards:
-        if shard.tensor.is_meta:
-            prefixes.append(f"optimizer.{shard.name.removeprefix('model.')}.")
-    return tuple(prefixes)
+    elsewhere = [shard.name.removeprefix("model.") for shard in shards if shard.tensor.is_meta]
+    return (*_OPTIONAL, *(f"optimizer.{name}." for name in elsewhere))
 
 
 class StagingBuffer:
@@ -238,10 +235,7 @@ def _read_header(read: Read, prefix: str) -> Iterator[tuple[Shard, int]]:
     try:
         header = json.loads(head[8:data_start])
         boxes = json.loads(header.pop("__metadata__")["boxes"])
-        found = []
-        for name, entry in header.items():
-            if name.startswith(prefix):
-                found.append(_shard_of(name, entry, boxes[name]))
+        found = [_shard_of(name, entry, boxes[name]) for name, entry in header.items() if name.startswith(prefix)]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         why = f"{type(error).__name__}: {error}"[:200]
         raise StorageError(f"the checkpoint has a file that no run has written: {why}") from error

@@ -99,9 +99,7 @@ def _names(runs: Sequence[RunDirectory]) -> list[str]:
 
 def _table(outcomes: Sequence["Outcome"], keys: dict[str, list[Any]]) -> dict[str, list[str]]:
     """Return the cells of all runs by the heading of their row."""
-    table = {}
-    for key, values in keys.items():
-        table[key] = list(map(_in_json, values))
+    table = {key: list(map(_in_json, values)) for key, values in keys.items()}
     metrics = dict.fromkeys(name for each in outcomes for name in each.metrics)
     table["state"] = [each.state for each in outcomes]
     table["steps"] = [str(each.step) for each in outcomes]
@@ -207,9 +205,7 @@ def _ran(ran: "Ran | None") -> str:
     if ran.shares is not None:
         parts.append("with " + ", ".join(map(str, ran.shares)) + " microbatches")
     if ran.nodes:
-        nodes = []
-        for node, ranks in ran.nodes.items():
-            nodes.append(f"node {node_name(node)} ({in_ranges('rank', ranks)})")
+        nodes = [f"node {node_name(node)} ({in_ranges('rank', ranks)})" for node, ranks in ran.nodes.items()]
         parts.append("on " + ", ".join(nodes))
     if not parts:
         return f"attempt {ran.attempt}"
@@ -238,12 +234,8 @@ def _rows(found: "Comparison") -> Rows:
 
 
 def _ends(found: "Comparison") -> str:
-    same, different = [], []
-    for name, (ours, theirs) in found.ends.items():
-        if ours == theirs:
-            same.append(name)
-        else:
-            different.append(name)
+    same = [name for name, (ours, theirs) in found.ends.items() if ours == theirs]
+    different = [name for name in found.ends if name not in same]
     parts = []
     if same:
         parts.append(f"the same {', '.join(same)}")

@@ -208,17 +208,13 @@ def _table(found: dict[str, Any]) -> str:
         for stage_number, stage in enumerate(found["stages"]):
             lines.append(f"{stage_number:>5}  {stage['layers']:>6}  {size(stage['memory_bytes'])}")
         lines.append(f"a step sends up to {size(found['link_bytes'])} between two stages, and as much back")
-    parts = []
-    for name, value in found["worker_bytes"].items():
-        if value:
-            parts.append(f"{name} {size(value)}")
+    parts = [f"{name} {size(value)}" for name, value in found["worker_bytes"].items() if value]
     lines += ["", f"a whole model needs {', '.join(parts)}"]
     lines.append(
         f"a checkpoint takes {size(found['checkpoint_bytes'])}; copies in the memory of all nodes take "
         f"{size(found['node_memory_bytes'])}"
     )
-    for warning in found["warnings"]:
-        lines.append(f"warning: {warning}")
+    lines += [f"warning: {warning}" for warning in found["warnings"]]
     return "\n".join(lines)
 
 

@@ -68,9 +68,7 @@ def read_entries(place: RunDirectory) -> list[dict[str, Any]]:
     entries = list(map(_entry, statuses))
     # The time comes from an age, so two readings differ by less than a second. The name orders runs of the same second.
     entries.sort(key=lambda each: (-round(each["written_s"]), each["name"]))
-    for uri, why in unreadable.items():
-        entries.append({"uri": uri, "state": "unreadable", "error": why})
-    return entries
+    return entries + [{"uri": uri, "state": "unreadable", "error": why} for uri, why in unreadable.items()]
 
 
 def overview(place: RunDirectory) -> "RenderableType":

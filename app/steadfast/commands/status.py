@@ -228,9 +228,7 @@ def _figures(status: "Status") -> Iterator[tuple[str, str]]:
 def _node(node: "Node") -> str:
     """Return the line of a node: its ranks, GPUs and own times."""
     ranks = in_ranges("rank", node.ranks)
-    gpus = []
-    for gpu, count in Counter(node.gpus).items():
-        gpus.append(f"{count} x {gpu}")
+    gpus = [f"{count} x {gpu}" for gpu, count in Counter(node.gpus).items()]
     speed = last = ""
     if node.own_ms:
         # The texts are compared, because times that look the same are no range for a reader.

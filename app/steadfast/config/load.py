@@ -101,10 +101,7 @@ def parse_config(
         _read_former_keys(document.tree)
     document.override(overrides)
     # YAML reads a section without keys as None. Such a section gets its defaults.
-    tree = {}
-    for key, value in document.tree.items():
-        if value is not None:
-            tree[key] = value
+    tree = {key: value for key, value in document.tree.items() if value is not None}
     run = tree.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", Path(file).stem)

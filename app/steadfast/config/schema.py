@@ -696,11 +696,8 @@ class Config(Section):
 
     def target_sections(self) -> dict[str, Target]:
         """Return the sections that name or hold the user's own code, by key."""
-        found: dict[str, Target] = {}
         # A section with a target is itself a Target, but in `data` its parts may be targets too.
-        for name, section in self:
-            if isinstance(section, Target):
-                found[name] = section
+        found = {name: section for name, section in self if isinstance(section, Target)}
         validation = self.data.validation
         parts = {
             "collate": getattr(self.data, "collate", None),

@@ -97,10 +97,7 @@ def stack(samples: Sequence[Any]) -> Batch:
         return samples.stacked()
     first = samples[0]
     if isinstance(first, Mapping):
-        stacked = {}
-        for key in first:
-            stacked[key] = stack([sample[key] for sample in samples])
-        return stacked
+        return {key: stack([sample[key] for sample in samples]) for key in first}
     if _has_parts(first):
         return _like(first, list(map(stack, zip(*map(_parts, samples), strict=True))))
     if isinstance(first, list):  # numbers in a list, which is how datasets store tokens

@@ -380,19 +380,12 @@ def uniform(seed: int, epoch: Int64s, place: Int64s) -> Float64s:
 def sample_keys(ids: Int64s, positions: Int64s, seed: int) -> UInt64s:
     """Return a keyed hash of each (id, position).
 
-    The digest is the sum of the hashes, and each hash seeds the augmentation of its sample.
+    The digest is the sum of the hashes mod 2^64, which does not depend on the grouping into microbatches. Each hash
+    seeds the augmentation of its sample.
     """
     # The hash includes the position, so that a sample is augmented differently in every epoch, and so that the digest
     # changes if two samples swap places.
     return _mix(_mix(ids.astype(np.uint64) + _key(_DIGEST, seed)) + positions.astype(np.uint64) * _GOLDEN_GAMMA)
-
-
-def samples_digest(ids: Int64s, positions: Int64s, seed: int) -> int:
-    """Return the sum mod 2^64 of the samples' hashes.
-
-    The sum does not depend on the grouping into microbatches, but changes if a sample is lost, repeated or swapped.
-    """
-    return int(sample_keys(ids, positions, seed).sum())
 
 
 def keyed_hash(*words: int) -> int:

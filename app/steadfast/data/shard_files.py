@@ -15,19 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 from pyarrow import fs
 
 from steadfast.backoff import delays
 from steadfast.config import ShardsSource
 from steadfast.data.batches import in_order
-from steadfast.data.order import WINDOW_BLOCKS
+from steadfast.data.order import WINDOW_BLOCKS, Int64s
 from steadfast.data.shard_formats import FORMATS, ShardIndex
 from steadfast.errors import ConfigError, DataError
 from steadfast.run.directory import place_of_data, runs_root
 from steadfast.storage import arrow_filesystem, open_store
-
-Int64s = NDArray[np.int64]
 
 _REQUEST_BYTES = 2**18  # a request takes about as long as reading so many bytes
 _REPETITIONS = 6  # attempts after the first one

@@ -17,9 +17,8 @@ from pyarrow import Array, ChunkedArray, FixedShapeTensorType, parquet, types
 from steadfast.config import ShardsSource
 from steadfast.data.batches import Rows
 from steadfast.data.extras import import_extra
+from steadfast.data.order import Int64s
 from steadfast.errors import DataError
-
-Int64s = NDArray[np.int64]
 
 # Largest block, where the files have no blocks of their own.
 _BLOCK_SAMPLES = 256

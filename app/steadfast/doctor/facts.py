@@ -79,10 +79,7 @@ def gather_facts(head: str, storage: str, device: torch.device) -> NodeFacts:
     own_address = _address_towards(head)
     # A worker sets these variables before it forms a group. Setting them here shows the values that a worker would use.
     prefer_interface_of(own_address)
-    variables = {}
-    for name in INTERFACE_VARIABLES:
-        if name in os.environ:
-            variables[name] = os.environ[name]
+    variables = {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         versions=_versions(driver),

@@ -5,7 +5,6 @@ All functions are pure. They take facts and measurements, and return findings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, median_low
@@ -132,10 +131,8 @@ def judge_versions(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     for package, (level, why) in _MUST_AGREE.items():
         users = _users(package, nodes)
         if len(users) > 1:
-            found = []
-            for version, where in users.items():
-                found.append(f"{version} on {', '.join(where)}")
-            what = f"{package} differs between nodes: {'; '.join(found)}"
+            found = "; ".join(f"{version} on {', '.join(where)}" for version, where in users.items())
+            what = f"{package} differs between nodes: {found}"
             findings.append(Finding(level, "versions", what, f"Install one {package} on all nodes: {why}", dict(users)))
         # A package that no node has, such as NCCL in a cluster without GPUs, is not listed as agreed.
         elif users and _NONE not in users:
@@ -162,10 +159,7 @@ def _users(package: str, nodes: Mapping[str, NodeFacts]) -> dict[str, list[str]]
 
 def _judge_nccl(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     findings = []
-    versions = set()
-    for facts in nodes.values():
-        if "NCCL" in facts.versions:
-            versions.add(facts.versions["NCCL"])
+    versions = {facts.versions["NCCL"] for facts in nodes.values() if "NCCL" in facts.versions}
     for version in sorted(versions):
         # As texts, 2.9 would be newer than 2.28.
         numbers = tuple(map(int, version.split(".")))
@@ -202,8 +196,7 @@ def _summary(facts: NodeFacts) -> str:
         else:
             gpus.append(gpu.name)
     free = [f"memory {size(facts.free_memory_bytes)}"]
-    for space in (facts.shared_memory, *facts.disks):
-        free.append(f"{space.path} {size(space.free_bytes)}")
+    free += [f"{space.path} {size(space.free_bytes)}" for space in (facts.shared_memory, *facts.disks)]
     return joined(
         [
             f"{plural(facts.num_cpus, 'CPU')}, {', '.join(gpus) or 'no GPU'}",
@@ -444,10 +437,8 @@ def judge_links(links: Sequence[Link]) -> list[Finding]:
 def slow_links(links: Iterable[Link]) -> list[Link]:
     """Return links that are slow, or much slower than the best link."""
     measured = _measured(links)
-    best_bytes_per_s, best_latency_s = 0.0, math.inf
-    for _, figures in measured:
-        best_bytes_per_s = max(best_bytes_per_s, figures.bytes_per_s)
-        best_latency_s = min(best_latency_s, figures.latency_s)
+    best_bytes_per_s = max((figures.bytes_per_s for _, figures in measured), default=0.0)
+    best_latency_s = min((figures.latency_s for _, figures in measured), default=0.0)
     slow = []
     for link, figures in measured:
         # A share of the best link finds the outlier of a fast network. The fixed limits find a slow link between two
@@ -492,9 +483,7 @@ def _links_ok(links: Sequence[Link]) -> Finding:
     measured = _measured(links)
     slowest, least = min(measured, key=lambda each: each[1].bytes_per_s)
     what = f"{plural(len(links), 'pair')} of nodes; the slowest is {slowest.name}: {_figures(least)}"
-    figures = {}
-    for link, of_link in measured:
-        figures[link.name] = asdict(of_link)
+    figures = {link.name: asdict(of_link) for link, of_link in measured}
     return Finding("ok", "links", what, figures=figures)
 
 

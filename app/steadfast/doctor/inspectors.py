@@ -139,9 +139,7 @@ class Inspectors:
 
     def __init__(self, start: Mapping[str, Callable[[], Any]]) -> None:
         self._start = start
-        self._actors = {}
-        for name, start_one in start.items():
-            self._actors[name] = start_one()
+        self._actors = {name: start_one() for name, start_one in start.items()}
         self.findings: list[Finding] = []  # findings about inspectors that do not answer
 
     @property
@@ -151,9 +149,7 @@ class Inspectors:
     def start_again(self) -> None:
         """Wait until all inspectors run. Restart inspectors that have ended once."""
         # On a busy machine Ray gives up a process that starts slowly. That is no fault of the node.
-        questions = {}
-        for name, actor in self._actors.items():
-            questions[actor.clock_s.remote()] = name
+        questions = {actor.clock_s.remote(): name for name, actor in self._actors.items()}
         started, silent = ray.wait(list(questions), num_returns=len(questions), timeout=_START_S)
         for question in silent:
             self._dismiss(questions[question], silent_finding(questions[question], "start", _START_S))
@@ -181,9 +177,7 @@ class Inspectors:
             doing: the call in words for the finding, such as "measure a link".
             arguments: for each node, the arguments of the call.
         """
-        asked = {}
-        for name, own in arguments.items():
-            asked[name] = getattr(self._actors[name], method).remote(**own)
+        asked = {name: getattr(self._actors[name], method).remote(**own) for name, own in arguments.items()}
         # The limit is for all calls together: they run at the same time, and one hanging node would otherwise delay the
         # check by the limit once more for each node after it.
         until_s = time.monotonic() + limit_s
@@ -241,13 +235,9 @@ def check_nodes(storage: str, on_gpus: bool) -> Iterator[Finding]:
 
 
 def _check_network(inspectors: Inspectors, facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
-    arguments = {}
-    for name in inspectors.names:
-        arguments[name] = {"host": facts[name].own_address}
+    arguments = {name: {"host": facts[name].own_address} for name in inspectors.names}
     ports = inspectors.ask_each("serve a store", _ANSWER_S, "serve", arguments)
-    peers = {}
-    for name, port in ports.items():
-        peers[name] = Peer(facts[name].own_address, port, facts[name].device)
+    peers = {name: Peer(facts[name].own_address, port, facts[name].device) for name, port in ports.items()}
     numbers = count(1)
     links = []
     if len(_of_nodes(peers)) > 1:
@@ -322,10 +312,7 @@ def _check_collectives(
     ranks = training_peers({name: peers[name] for name in inspectors.names})
     device = common_device([peers[name] for name in ranks])
     # A world within one node has no link that was measured, and its speed allows the largest messages.
-    slowest = _LOCAL_SPEED
-    for link in links:
-        if link.figures:
-            slowest = min(slowest, link.figures.bytes_per_s)
+    slowest = min([_LOCAL_SPEED, *(link.figures.bytes_per_s for link in links if link.figures)])
     number = next(numbers)
     arguments = {}
     for rank, name in enumerate(ranks):
@@ -398,10 +385,7 @@ def _sights(store: Store, inspectors: Inspectors) -> dict[str, Sight]:
     # Each node cleans up, because without a shared storage each node has a folder of its own.
     inspectors.ask("clean up run.storage", _ANSWER_S, "remove_marks", marks=marks)
     marks.remove()
-    sights = {}
-    for name, error in errors.items():
-        sights[name] = Sight(frozenset(seen.get(name, ())), error)
-    return sights
+    return {name: Sight(frozenset(seen.get(name, ())), error) for name, error in errors.items()}
 
 
 @dataclass(frozen=True)

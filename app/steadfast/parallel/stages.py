@@ -154,11 +154,11 @@ class _Probe:
 
     def outline(self, run: Callable[[], Sums]) -> Outline:
         """Run a forward, and describe it."""
-        earlier = {name: (buffer, buffer._version) for name, buffer in buffers_in_state(self._model).items()}
+        before = versions_of_buffers(self._model)
         with self._following():
             after = reached(run().loss_sum)
-        for name, buffer in buffers_in_state(self._model).items():
-            if (buffer, buffer._version) != earlier[name]:
+        for name, version in versions_of_buffers(self._model).items():
+            if version != before[name]:
                 self._refuse(
                     f"a forward changes its buffer {name}, as BatchNorm does; a stage would change its own only"
                 )
@@ -289,10 +289,10 @@ def set_generators(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(other, device)
 
 
-def buffers_in_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a model's state, by name."""
+def versions_of_buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Return the buffers of a model's state with their versions, by name."""
     state = model.state_dict()
-    return {name: buffer for name, buffer in model.named_buffers() if name in state}
+    return {name: (buffer, buffer._version) for name, buffer in model.named_buffers() if name in state}
 
 
 def reached(tensor: Tensor) -> set[Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from steadfast.errors import UsageError
 from steadfast.parallel.stages import (
-    buffers_in_state,
     following,
     get_generators,
     reached,
     set_generators,
     states_of_generators,
+    versions_of_buffers,
 )
 from steadfast.tasks import Sums
 
@@ -162,11 +163,11 @@ class _Probe:
 
     def follow_whole(self, run: Callable[[], Sums]) -> None:
         """Run a forward of the whole model, and remember what columns and rows have computed."""
-        earlier = {name: (buffer, buffer._version) for name, buffer in buffers_in_state(self._model).items()}
+        before = versions_of_buffers(self._model)
         with self._following():
             loss = run().loss_sum
-        for name, buffer in buffers_in_state(self._model).items():
-            if (buffer, buffer._version) != earlier[name]:
+        for name, version in versions_of_buffers(self._model).items():
+            if version != before[name]:
                 self._refuse(f"a forward changes its buffer {name}, as BatchNorm does; take parallel.kind=ddp")
         for name in self._layers:
             if name not in self._calls:
@@ -196,65 +197,53 @@ class _Probe:
         hooks: list[RemovableHandle] = []
         for name, kind in self._layers.items():
             module = self._model.get_submodule(name)
+            enter, leave = self._enter_row, self._leave_row
             if kind == "column":
-                hooks.append(module.register_forward_pre_hook(self._enter_column(name)))
-                hooks.append(module.register_forward_hook(self._leave_column(name)))
-            else:
-                hooks.append(module.register_forward_pre_hook(self._enter_row(name)))
-                hooks.append(module.register_forward_hook(self._leave_row(name)))
+                enter, leave = self._enter_column, self._leave_column
+            hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+            hooks.append(module.register_forward_hook(partial(leave, name)))
         # A frozen parameter must not be used between column and row either.
         return following(list(self._model.parameters()), hooks)
 
-    def _enter_column(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if self._part is None:
-                for result in reached(args[0]) & self._open.keys():
-                    self._refuse(f"the results of its column {self._open[result]} are used beyond a row, by {name}")
+    def _enter_column(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self._part is None:
+            for result in reached(args[0]) & self._open.keys():
+                self._refuse(f"the results of its column {self._open[result]} are used beyond a row, by {name}")
+        return args
 
-        return enter
+    def _leave_column(self, name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        call = self._count(name)
+        if self._part is not None:
+            return self._cut(self._results[name][call])
+        result = torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=self._numbers)
+        result.requires_grad_()
+        self._results.setdefault(name, []).append(result)
+        self._open[result] = name
+        self._drawn = states_of_generators(self._device)
+        return result.clone()
 
-    def _leave_column(self, name: str) -> Callable[..., Tensor]:
-        def leave(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            call = self._count(name)
-            if self._part is not None:
-                return self._cut(self._results[name][call])
-            result = torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=self._numbers)
-            result.requires_grad_()
-            self._results.setdefault(name, []).append(result)
-            self._open[result] = name
-            self._drawn = states_of_generators(self._device)
-            return result.clone()
+    def _enter_row(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        call = self._calls.get(name, 0)
+        if self._part is None:
+            self._check_row(name, args[0])
+            self._inputs.setdefault(name, []).append(args[0].detach())
+            return args
+        whole = self._inputs[name][call]
+        found, expected = args[0].detach(), self._cut(whole)
+        if found.shape != expected.shape or not _alike(found, expected):
+            self._refuse(
+                f"between a column and its row {name} each feature's result depends on features of other parts, or "
+                "on its number among all"
+            )
+        return (whole, *args[1:])
 
-        return leave
-
-    def _enter_row(self, name: str) -> Callable[..., tuple[Tensor, ...]]:
-        def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            call = self._calls.get(name, 0)
-            if self._part is None:
-                self._check_row(name, args[0])
-                self._inputs.setdefault(name, []).append(args[0].detach())
-                return args
-            whole = self._inputs[name][call]
-            found, expected = args[0].detach(), self._cut(whole)
-            if found.shape != expected.shape or not _alike(found, expected):
-                self._refuse(
-                    f"between a column and its row {name} each feature's result depends on features of other parts, or "
-                    "on its number among all"
-                )
-            return (whole, *args[1:])
-
-        return enter
-
-    def _leave_row(self, name: str) -> Callable[..., Tensor]:
-        def leave(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            call = self._count(name)
-            if self._part is None:
-                self._results.setdefault(name, []).append(output.detach())
-            # What follows is the same in every forward. Its graph begins anew, without the columns before it.
-            result: Tensor = self._results[name][call]
-            return result.clone().requires_grad_()
-
-        return leave
+    def _leave_row(self, name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        call = self._count(name)
+        if self._part is None:
+            self._results.setdefault(name, []).append(output.detach())
+        # What follows is the same in every forward. Its graph begins anew, without the columns before it.
+        result: Tensor = self._results[name][call]
+        return result.clone().requires_grad_()
 
     def _check_row(self, name: str, given: Tensor) -> None:
         used = reached(given)

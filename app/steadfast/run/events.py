@@ -439,26 +439,12 @@ class Failure(Event):
         # No worker is named if the run as a whole has failed. A rank of torchrun has no name.
         if self.member is None and self.rank is None and self.node is None:
             return f"failure: {self.error}"
-        match self.kind:
-            case "worker" if self.error == CONNECTION_CLOSED:
-                # Only Ray's own process on that machine learns the exit status.
-                what = "has died: it was killed or has crashed"
-            case "worker":
-                what = f"is lost: {self.error}"
-            case "hang" | "corruption":
-                what = f"was ended: {self.error}"
-            case "preemption":
-                what = "is gone with its node"
-            case "exception":
-                what = f"raised {self.error}"
-            case "oom":
-                what = f"ran out of memory: {self.error}"
-            case "peer":
-                what = f"has lost another rank: {self.error}"
-            case "communication":
-                what = f"cannot reach the other workers: {self.error}"
-            case _:
-                what = f"failed: {self.error}"
+        what = f"{_FATES.get(self.kind or '', 'failed:')} {self.error}"
+        if self.kind == "preemption":
+            what = "is gone with its node"
+        elif self.kind == "worker" and self.error == CONNECTION_CLOSED:
+            # Only Ray's own process on that machine learns the exit status.
+            what = "has died: it was killed or has crashed"
         return f"{self._worker()} {what}"
 
     def _worker(self) -> str:
@@ -644,6 +630,16 @@ class Finished(Event):
         return f"run {self.summary.get('status', 'ended')}"
 
 
+# Beginning of the console line of a failure, by its kind.
+_FATES = {
+    "worker": "is lost:",
+    "hang": "was ended:",
+    "corruption": "was ended:",
+    "exception": "raised",
+    "oom": "ran out of memory:",
+    "peer": "has lost another rank:",
+    "communication": "cannot reach the other workers:",
+}
 # All events are direct subclasses, so a new class needs no entry here.
 _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in Event.__subclasses__()}
 _HEAD = Event.model_fields.keys()

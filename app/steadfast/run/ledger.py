@@ -168,10 +168,7 @@ def past_losses(store: Store, step: int) -> PastLosses:
 
 
 def _losses(lines: Iterable[dict[str, Any]], last_step: int) -> list[float]:
-    losses: dict[int, Any] = {}
-    for line in lines:
-        if isinstance(line.get("step"), int):
-            losses[line["step"]] = line.get("loss")
+    losses: dict[int, Any] = {line["step"]: line.get("loss") for line in lines if isinstance(line.get("step"), int)}
     found = []
     for step, loss in sorted(losses.items()):
         # A skipped step has no loss, and neither has a step with lost figures.

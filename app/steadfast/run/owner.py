@@ -170,20 +170,21 @@ class Ownership:
 
         If storage cannot be read, the answer is False.
         """
-        with contextlib.suppress(OSError):
-            owner = read_owner(self._store)
-            return owner is not None and self._names_this_command(owner)
-        return False
+        owner = self._stored()
+        return owner is not None and self._names_this_command(owner)
 
     def is_taken_over(self) -> bool:
         """Return whether storage names another command as the owner.
 
         If storage cannot be read, the answer is False.
         """
+        owner = self._stored()
+        return owner is not None and not self._names_this_command(owner)
+
+    def _stored(self) -> Owner | None:
         with contextlib.suppress(OSError):
-            owner = read_owner(self._store)
-            return owner is not None and not self._names_this_command(owner)
-        return False
+            return read_owner(self._store)
+        return None
 
     def renew_in_background(self) -> None:
         """Renew the claim in a daemon thread while this process lives."""

@@ -65,10 +65,7 @@ class GlobalStepper(Stepper):
         whole = embeddings.gather(self._world.groups)
         # The gathered tables become leaves with gradients, at which the first backward stops. Integers, such as labels
         # beside the embeddings, have no gradient.
-        wanted: list[Tensor] = []
-        for tensor in embeddings.tensors:
-            if tensor.is_floating_point():
-                wanted.append(tensor.requires_grad_())
+        wanted = [tensor.requires_grad_() for tensor in embeddings.tensors if tensor.is_floating_point()]
         # The random draws of the loss are keyed as those of a microbatch after the last one of the step.
         behind = Microbatch(step, self._plan.grid_size, self._start, self._start)
         seed_generators(self._seed, behind, self._precision.device)

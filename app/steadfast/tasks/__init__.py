@@ -221,12 +221,9 @@ def _parts(batch: Batch) -> tuple[Any, Tensor]:
             raise DataError(
                 f"a batch has no labels, only {', '.join(map(str, batch))}; a task of your own may work without labels"
             )
-        named: dict[str, Tensor] = {}
-        for name, part in batch.items():
-            # Names and other texts of a sample are not passed to the model. With the labels, a model of Hugging Face
-            # would compute a mean loss of its own.
-            if name != "labels" and isinstance(part, Tensor):
-                named[name] = part
+        # Names and other texts of a sample are not passed to the model. With the labels, a model of Hugging Face
+        # would compute a mean loss of its own.
+        named = {name: part for name, part in batch.items() if name != "labels" and isinstance(part, Tensor)}
         return named, batch["labels"]
     inputs, targets = batch
     return inputs, targets

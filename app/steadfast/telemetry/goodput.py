@@ -62,10 +62,7 @@ def goodput(totals: Totals) -> dict[str, float]:
 
 
 def _wall_s(totals: Totals) -> float:
-    wall_s = 0.0
-    for start_s, end_s in zip(totals.starts_s, totals.ends_s, strict=True):
-        wall_s += max(0.0, end_s - start_s)
-    return wall_s
+    return sum(max(0.0, end_s - start_s) for start_s, end_s in zip(totals.starts_s, totals.ends_s, strict=True))
 
 
 def _stall_s(totals: Totals) -> float:
@@ -138,11 +135,7 @@ class TimeLedger:
 
     def rank_s(self) -> dict[str, float]:
         """Return seconds summed over ranks, in the order of `CATEGORIES`."""
-        totals = dict.fromkeys(CATEGORIES, 0.0)
-        for account in self.accounts:
-            for category, seconds in account.rank_s.items():
-                totals[category] += seconds
-        return totals
+        return summed(self.accounts)
 
     def _add_command(self, start_s: float, end_s: float, spans: list[tuple[int, Span]]) -> None:
         cursor = _Cursor(start_s)
@@ -216,6 +209,15 @@ class TimeLedger:
             if event.time_s is not None and cursor.now_s < event.time_s < formed_s:
                 cursor.spend_until(event.time_s - (event.seconds or 0.0), category, account)
                 cursor.spend_until(formed_s, "waiting for workers", account)
+
+
+def summed(accounts: Iterable[Account]) -> dict[str, float]:
+    """Return the seconds of all ranks, summed over attempts, in the order of `CATEGORIES`."""
+    totals = dict.fromkeys(CATEGORIES, 0.0)
+    for account in accounts:
+        for category, seconds in account.rank_s.items():
+            totals[category] += seconds
+    return totals
 
 
 class _Cursor:

@@ -2,18 +2,15 @@
 
 import importlib
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from steadfast.config import MlflowConfig
-from steadfast.data.extras import require_extra
 from steadfast.errors import ConfigError, Problem
 from steadfast.storage import LocalStore, Store
 from steadfast.storage.documents import read_json, write_json
-from steadfast.telemetry.background import Background
 from steadfast.telemetry.media import Pixels
 
 _FOLDER = "mlflow"
@@ -22,38 +19,19 @@ _ID = f"{_FOLDER}/run.json"
 _PARAM_CHARACTERS = 6000
 _PARAMS_OF_A_CALL = 100
 
-# Held while the run is open in this process, so that an attempt continues after the last figures of the one before.
-_open_here = threading.Lock()
-
 
 class MlflowTracker:
     """Draws all attempts of a run as one run of MLflow.
 
-    Resized and resumed runs continue the same MLflow run. All calls to MLflow are made on a background thread. MLflow
-    has no histograms.
+    Resized and resumed runs continue the same MLflow run. MLflow has no histograms.
     """
 
-    def __init__(self, config: MlflowConfig, name: str, document: dict[str, Any], store: Store) -> None:
-        """Open the MLflow run `name`, with `document` as its parameters.
-
-        Raises:
-            ConfigError: the package is missing, or the run is in a bucket and no tracking server is named.
-        """
-        require_extra("mlflow", "mlflow", "trackers.kind")
-        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if uri is None and not isinstance(store, LocalStore):
-            what = "mlflow needs tracking_uri or MLFLOW_TRACKING_URI, because run.storage is a bucket"
-            raise ConfigError([Problem("", "trackers", what)])
+    def __init__(
+        self, config: MlflowConfig, uri: str | None, name: str, document: dict[str, Any], store: Store
+    ) -> None:
+        """Open the MLflow run `name`, with `document` as its parameters."""
         self._last: dict[str, int] = {}  # last step of each metric that an earlier attempt has stored
-        self._continues = False
-        self._run = ""
-        self._holds = False
-        self._background = Background("MLflow")
-        self._background.submit(lambda: self._open(config, uri, name, document, store))
-
-    def _open(self, config: MlflowConfig, uri: str | None, name: str, document: dict[str, Any], store: Store) -> None:
         mlflow = importlib.import_module("mlflow")
-        self._holds = _open_here.acquire()
         self._entities = importlib.import_module("mlflow.entities")
         artifacts = None
         if uri is None:
@@ -62,9 +40,9 @@ class MlflowTracker:
             uri, artifacts = f"sqlite:///{folder}/mlflow.db", str(folder / "artifacts")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         known = read_json(store, _ID)
+        self._continues = known is not None
         if known is not None:
             self._run = str(known["id"])
-            self._continues = True
             self._client.update_run(self._run, status="RUNNING")
             return
         experiment = self._client.get_experiment_by_name(config.experiment)
@@ -80,15 +58,9 @@ class MlflowTracker:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-
-        def write() -> None:
-            new = [tag for tag in values if step > self._last_step(tag)]
-            metrics = [self._entities.Metric(tag, values[tag], now_ms, step) for tag in new]
-            self._client.log_batch(self._run, metrics=metrics)
-
-        self._background.submit(write)
-
-    resend = scalars  # drops what MLflow has
+        new = [tag for tag in values if step > self._last_step(tag)]
+        metrics = [self._entities.Metric(tag, values[tag], now_ms, step) for tag in new]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def _last_step(self, tag: str) -> int:
         """Return the last step of a metric that an earlier attempt has stored, or -1."""
@@ -102,22 +74,26 @@ class MlflowTracker:
         pass
 
     def text(self, step: int, tag: str, text: str) -> None:
-        self._background.submit(lambda: self._client.log_text(self._run, text, f"{tag}/{step}.txt"))
+        self._client.log_text(self._run, text, f"{tag}/{step}.txt")
 
     def image(self, step: int, tag: str, pixels: Pixels) -> None:
-        self._background.submit(lambda: self._client.log_image(self._run, pixels, key=tag, step=step))
+        self._client.log_image(self._run, pixels, key=tag, step=step)
 
     def close(self) -> None:
-        self._background.close(self._end)
+        self._client.set_terminated(self._run)
 
-    def _end(self) -> None:
-        # The lock is released after an error too, because the next attempt would wait for it without end.
-        try:
-            if self._run:
-                self._client.set_terminated(self._run)
-        finally:
-            if self._holds:
-                _open_here.release()
+
+def tracking_uri(config: MlflowConfig, store: Store) -> str | None:
+    """Return the URI of MLflow's server or database, None for a database in the run directory.
+
+    Raises:
+        ConfigError: the run is in a bucket and no tracking server is named.
+    """
+    uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None and not isinstance(store, LocalStore):
+        what = "mlflow needs tracking_uri or MLFLOW_TRACKING_URI, because run.storage is a bucket"
+        raise ConfigError([Problem("", "trackers", what)])
+    return uri
 
 
 def _flat(document: dict[str, Any], outer: str = "") -> list[tuple[str, str]]:

@@ -21,9 +21,7 @@ def result(summary: Summary) -> list[str]:
         summary: the content of `summary.json`. The command adds `tensorboard`, a directory or None.
     """
     done = [plural(summary["step"], "step")]
-    for amount in ("samples", "tokens"):
-        if summary.get(amount):
-            done.append(f"{compact(summary[amount])} {amount}")
+    done += [f"{compact(summary[amount])} {amount}" for amount in ("samples", "tokens") if summary.get(amount)]
     told = {
         summary["status"]: f"{', '.join(done)} in {duration(summary['wall_s'])}",
         "because": summary.get("ended_early"),

@@ -32,13 +32,13 @@ class Spool:
         self._temporary: TemporaryDirectory[str] | None = None
         self.path = Path(store.uri) / folder
         if not isinstance(store, LocalStore):
-            self._temporary = TemporaryDirectory(prefix=folder)
+            self._temporary = TemporaryDirectory(prefix="steadfast-")
             self.path = Path(self._temporary.name)
 
-    @property
-    def due(self) -> bool:
-        """Return whether the files should be copied now."""
-        return self._temporary is not None and time.monotonic() - self._uploaded_s > _UPLOAD_EVERY_S
+    def upload_if_due(self) -> None:
+        """Copy changed files to the bucket from time to time."""
+        if time.monotonic() - self._uploaded_s > _UPLOAD_EVERY_S:
+            self.upload()
 
     def upload(self) -> None:
         """Copy changed files to the bucket, if there is one."""

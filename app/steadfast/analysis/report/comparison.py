@@ -25,9 +25,7 @@ def comparison_of(courses: Mapping[str, Course], table: Mapping[str, Sequence[st
         chart = html.plot("losses", drawing, controls=True)
     # The titles of columns are names of runs, which are texts of the run.
     heads = [("", "key"), *((escape(name), "") for name in courses)]
-    rows = []
-    for heading, cells in table.items():
-        rows.append([escape(heading), *map(escape, cells)])
+    rows = [[escape(heading), *map(escape, cells)] for heading, cells in table.items()]
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         html.section("Loss", _LOSSES, chart, kind="wide"),

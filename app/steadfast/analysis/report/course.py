@@ -119,9 +119,7 @@ class Course:
     def read(cls, directory: RunDirectory) -> Self:
         """Read the data of a run from its directory."""
         totals = read_totals(directory)
-        redone_s = {}
-        for attempt, span in totals.spans.items():
-            redone_s[attempt] = span.redone_s
+        redone_s = {attempt: span.redone_s for attempt, span in totals.spans.items()}
         interruptions = read_interruptions(directory.all_events(), redone_s)
         course = cls(directory, totals, TimeLedger(totals, directory.all_events()), interruptions)
         for event in directory.all_events():
@@ -141,10 +139,7 @@ class Course:
         # Lines of a damaged file may have any content.
         if not is_count(line.get("step")):
             return
-        row = {}
-        for name in _CURVES:
-            if is_number(line.get(name)):
-                row[name] = float(line[name])
+        row = {name: float(line[name]) for name in _CURVES if is_number(line.get(name))}
         metrics = line.get("metrics")
         if isinstance(metrics, dict):
             for name, value in metrics.items():

@@ -5,6 +5,7 @@ The page sets the colours of text and grid.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bokeh.layouts import column
@@ -22,41 +23,29 @@ from bokeh.plotting import figure
 
 from steadfast.analysis.report.course import METRIC, Course, Curve, Trace
 from steadfast.run.events import AttemptStarted
-from steadfast.telemetry.goodput import CATEGORIES, Account
+from steadfast.telemetry.goodput import Account, summed
 from steadfast.telemetry.interruptions import Interruption
 from steadfast.units import node_name
 
 # These colours are distinct on white and on black pages, and for readers with colour blindness (Okabe and Ito, 2008).
-_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
-    "#0072b2",
-    "#e69f00",
-    "#009e73",
-    "#d55e00",
-    "#cc79a7",
-    "#56b4e9",
-    "#c8b900",
-)
+_BLUE, _ORANGE, _GREEN, _RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
+_PURPLE, _SKY, _YELLOW = "#cc79a7", "#56b4e9", "#c8b900"
 _NODES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY, _YELLOW, _RED, "#8c6d31", "#7f7f7f", "#6b6ecf")
-COLORS = dict(
-    zip(
-        CATEGORIES,
-        (
-            _GREEN,
-            _YELLOW,
-            _PURPLE,
-            "#e7b8d1",
-            "#a05195",
-            _SKY,
-            _RED,
-            _ORANGE,
-            "#8c6d31",
-            "#a23b00",
-            _BLUE,
-            "#8f959e",
-        ),
-        strict=True,
-    )
-)
+# By category of `telemetry.goodput`.
+COLORS = {
+    "productive": _GREEN,
+    "data wait": _YELLOW,
+    "validation": _PURPLE,
+    "snapshot": "#e7b8d1",
+    "checkpoint wait": "#a05195",
+    "start-up": _SKY,
+    "detection": _RED,
+    "re-forming": _ORANGE,
+    "restore": "#8c6d31",
+    "redone": "#a23b00",
+    "waiting for workers": _BLUE,
+    "idle": "#8f959e",
+}
 _MOST_BARS = 40
 _MARKS = {"failure": _RED, "resize": _SKY, "restart": _PURPLE}
 _FOOT = 0.02  # height of the marks above the axis, as a share of the plot
@@ -120,10 +109,8 @@ def step_times(course: Course) -> Drawing:
     """Draw the median step time and the time waiting for data by step."""
     plot = _plot("step", "ms a step")
     legend = _line(plot, _points(course.figures, "step_ms"), _BLUE, "step")
-    waits_ms = []
-    for row in course.figures.rows:
-        # A line of metrics has the wait as a share of the step's time.
-        waits_ms.append(row.get("data_wait", 0.0) * row.get("step_ms", 0.0))
+    # A line of metrics has the wait as a share of the step's time.
+    waits_ms = [row.get("data_wait", 0.0) * row.get("step_ms", 0.0) for row in course.figures.rows]
     waits = ColumnDataSource({"step": course.figures.steps, "value": waits_ms})
     legend |= _line(plot, waits, COLORS["data wait"], "data wait")
     plot.y_range.start = 0
@@ -247,10 +234,7 @@ def _source(rows: Sequence[dict[str, Any]], *drawn: str) -> ColumnDataSource:
     """Return the columns of `rows`, or empty columns named `drawn` without rows."""
     # Bokeh reports a missing column of a plot as an error.
     names = tuple(rows[0]) if rows else drawn
-    columns = {}
-    for name in names:
-        columns[name] = [row[name] for row in rows]
-    return ColumnDataSource(columns)
+    return ColumnDataSource({name: [row[name] for row in rows] for name in names})
 
 
 def _points(curve: Curve, name: str) -> ColumnDataSource:
@@ -318,11 +302,7 @@ def _mark(plot: Any, course: Course) -> dict[str, str]:
         signs = plot.scatter("step", "y", source=_source(rows), **sign)
         tooltips = [("", "@kind at step @step"), ("why", "@cause"), ("restored from", "@source")]
         _hover(plot, [signs], [*tooltips, ("steps lost", "@lost_steps"), ("seconds lost", "@lost_s{0.0}")])
-    legend: dict[str, str] = {}
-    for kind, color in _MARKS.items():
-        if kind in kinds:
-            legend[kind] = color
-    return legend
+    return {kind: color for kind, color in _MARKS.items() if kind in kinds}
 
 
 def _nodes(start: AttemptStarted | None, account: Account) -> dict[str, int]:
@@ -334,21 +314,13 @@ def _nodes(start: AttemptStarted | None, account: Account) -> dict[str, int]:
 
 def _grouped(accounts: Sequence[Account]) -> list[Sequence[Account]]:
     num_bars = min(_MOST_BARS, len(accounts))
-    groups = []
-    start = 0
-    for bar in range(1, num_bars + 1):
-        stop = len(accounts) * bar // num_bars
-        groups.append(accounts[start:stop])
-        start = stop
-    return groups
+    bounds = [len(accounts) * bar // num_bars for bar in range(num_bars + 1)]
+    return [accounts[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _bar(place: int, accounts: Sequence[Account]) -> list[dict[str, Any]]:
     """Return the segments of one bar, from bottom to top."""
-    rank_s = dict.fromkeys(CATEGORIES, 0.0)
-    for account in accounts:
-        for category, seconds in account.rank_s.items():
-            rank_s[category] += seconds
+    rank_s = summed(accounts)
     total_s = sum(rank_s.values()) or 1.0
     rows: list[dict[str, Any]] = []
     top = 0.0

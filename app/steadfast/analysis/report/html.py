@@ -78,14 +78,12 @@ def table(heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], kind:
         kind: form on a narrow screen. "cards" gives each row a block in which each cell shows the title of its column.
             "lines" gives each row a line, with the cell of the kind "meaning" below.
     """
-    head = body = ""
-    for title, column in heads:
-        head += f'<th class="{column}">{title}</th>'
+    head = "".join(f'<th class="{column}">{title}</th>' for title, column in heads)
+    body = ""
     for row in rows:
-        cells = ""
-        for (title, column), content in zip(heads, row, strict=True):
-            cells += f'<td class="{column}" data-head="{title}">{content}</td>'
-        body += f"<tr>{cells}</tr>"
+        columns = zip(heads, row, strict=True)
+        cells = [f'<td class="{column}" data-head="{title}">{cell}</td>' for (title, column), cell in columns]
+        body += f"<tr>{''.join(cells)}</tr>"
     return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
@@ -97,8 +95,6 @@ def preformatted(text: str) -> str:
 def _legend(colors: Mapping[str, str]) -> str:
     if not colors:
         return ""
-    keys = ""
-    for label, color in colors.items():
-        # A label may be the name of a node, which is a text of the run.
-        keys += f"<span>{key(color)}{escape(label)}</span>"
-    return f'<div class="legend">{keys}</div>'
+    # A label may be the name of a node, which is a text of the run.
+    keys = [f"<span>{key(color)}{escape(label)}</span>" for label, color in colors.items()]
+    return f'<div class="legend">{"".join(keys)}</div>'

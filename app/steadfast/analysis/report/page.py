@@ -185,17 +185,8 @@ def _interruption(each: Interruption) -> list[str]:
         lost_steps, lost = str(each.lost_steps), f"{each.lost_s:.1f} s"
     # The message of an exception may have pages.
     cause, source = escape(each.cause[:300]), escape(each.source)
-    return [
-        html.key(figures.color_of(each)) + each.kind,
-        step,
-        workers,
-        cause,
-        source,
-        detected,
-        back,
-        lost_steps,
-        lost,
-    ]
+    kind = html.key(figures.color_of(each)) + each.kind
+    return [kind, step, workers, cause, source, detected, back, lost_steps, lost]
 
 
 def _rank_times(course: Course) -> str:
