@@ -333,6 +333,7 @@ class Checkpoints:
         return manifest
 
     def _manifest(self, step: int, files: dict[str, FileDigest], metrics: dict[str, float]) -> Manifest:
+        amendments = self.world.amendments
         return Manifest(
             step=step,
             attempt=self.world.attempt,
@@ -340,9 +341,11 @@ class Checkpoints:
             time_s=round(time.time(), 3),
             dataset=self._fingerprints.dataset,
             files=files,
-            skipped=skipped_up_to(step, self.world.amendments.skip),
+            skipped=skipped_up_to(step, amendments.skip),
             metrics=metrics,
             base=self._fingerprints.base,
+            ends=[list(end) for end in amendments.ends],
+            forward_size=amendments.forward_size,
         )
 
     def _check_owner(self, step: int, attempt: int) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import stat
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -60,8 +61,8 @@ class LocalStore:
 
     def commit(self, name: str, data: bytes, private: bool = False) -> None:
         path = self.path / name
-        # The name has host and process, because several processes may commit the same file at once.
-        temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+        # The name has host and thread, because several processes and threads may commit the same file at once.
+        temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}")
         mode = 0o600 if private else 0o666
         self._write(str(temporary.relative_to(self.path)), [data], mode)
         try:
@@ -71,6 +72,12 @@ class LocalStore:
                 temporary.unlink()
             raise
         _sync_folder(path.parent)
+
+    def sync(self, name: str) -> None:
+        """Write a file to the disk that any process has written, and its name."""
+        with open(self.path / name, "rb", opener=_open_regular) as file:
+            os.fsync(file.fileno())
+        _sync_folder((self.path / name).parent)
 
     def delete(self, name: str) -> None:
         path = self.path / name
