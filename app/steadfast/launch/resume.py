@@ -1,5 +1,6 @@
 """Decide whether a command starts, resumes or only reports a run."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -205,7 +206,7 @@ def _restore_amendments(directory: RunDirectory, say: Callable[[str], object]) -
         with suppress(Damaged, StorageError):  # told when the checkpoint is looked for
             if not (manifest := catalog.manifest(step)):
                 continue
-            cause = f"events.jsonl has lost a line that the checkpoint of step {step} depends on, as after a loss of power"
+            cause = f"events.jsonl has lost a line that the checkpoint of step {step} depends on (a loss of power?)"
             lost: list[Event] = []
             if skipped := sorted({*manifest.skipped} - known.skip):
                 lines = [line for line in read_lines(directory.store, STEPS) if line.get("step") == skipped[0]]
@@ -215,9 +216,9 @@ def _restore_amendments(directory: RunDirectory, say: Callable[[str], object]) -
             for end in map(End._make, manifest.ends):
                 if end not in known.ends:
                     lost.append(ShortStep(step=end.step, position=end.position))
-            if size := manifest.forward_size:
-                if known.forward_size is None or size < known.forward_size:
-                    lost.append(ForwardsShrunk(step=step, forward_size=size, error=cause))
+            size = manifest.forward_size
+            if size and size < (known.forward_size or math.inf):
+                lost.append(ForwardsShrunk(step=step, forward_size=size, error=cause))
             if lost:
                 say(f"{cause}: recorded again from its manifest")
             for event in lost:

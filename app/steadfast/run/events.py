@@ -584,7 +584,7 @@ class Scale(Event):
 
     before: tuple[int, int]  # former bounds
     after: tuple[int, int]  # new bounds
-    request: str = ""  # name of the request
+    request: str | None = None  # name of the request
 
     def line(self) -> str:
         return f"scaling.num_workers (fewest, most): {_listed(self.before)} -> {_listed(self.after)}"
