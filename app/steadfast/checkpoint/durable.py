@@ -150,9 +150,7 @@ class Checkpoints:
             if manifest is None:
                 continue
             if manifest.skipped != skipped_up_to(step, self.world.amendments.skip):
-                text = (
-                    f"checkpoint at step {step} is not used and will be deleted: it holds a step that was left out"
-                )
+                text = f"checkpoint at step {step} is not used and will be deleted: it holds a step that was left out"
                 notice = events.Notice(event="checkpoint_passed_over", text=text, step=step)
                 if notice not in self._news:
                     self._news.append(notice)

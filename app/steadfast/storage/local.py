@@ -71,13 +71,12 @@ class LocalStore:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _sync_folder(path.parent)
+        sync_tree(path.parent, deep=False)
 
     def sync(self, name: str) -> None:
         """Write a file to the disk that any process has written, and its name."""
-        with open(self.path / name, "rb", opener=_open_regular) as file:
-            os.fsync(file.fileno())
-        _sync_folder((self.path / name).parent)
+        sync_tree(self.path / name)
+        sync_tree((self.path / name).parent, deep=False)
 
     def delete(self, name: str) -> None:
         path = self.path / name
@@ -135,11 +134,15 @@ def _make_folder(path: Path) -> None:
     if not path.is_dir():
         _make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        _sync_folder(path.parent)
+        sync_tree(path.parent, deep=False)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_tree(path: Path, deep: bool = True) -> None:
+    """Write a file, or a folder and all that is in it, to the disk; without `deep` only the folder's names."""
     # The fsync of a file does not write its name to the disk, so the file could be missing after a loss of power.
+    if deep and path.is_dir():
+        for inner in path.iterdir():
+            sync_tree(inner)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
