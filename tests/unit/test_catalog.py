@@ -1,8 +1,10 @@
 """What lies on storage: what counts as a checkpoint, what is found to be damaged, and what is deleted."""
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,9 @@ from steadfast.checkpoint.writer import Dropped
 from steadfast.commands.doctor import examine
 from steadfast.config import CheckpointConfig
 from steadfast.errors import StorageError
+from steadfast.run.directory import RunDirectory
+from steadfast.run.events import Rollback
+from steadfast.storage import LocalStore
 from tests.support.memory_store import MemoryStore
 
 NOTHING = frozenset[int]()
@@ -198,3 +203,23 @@ def test_who_is_told_to_stop_deletes_nothing_more(catalog: Catalog) -> None:
     with pytest.raises(Dropped):
         catalog.retire(newest, NOTHING, stop)
     assert catalog.steps() == [7, 5, 3]
+
+
+def test_lines_that_a_checkpoint_depends_on_are_on_the_disk_before_its_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(LocalStore(tmp_path))
+    done: list[str] = []
+    link = "/proc/self/fd/{}".format
+    monkeypatch.setattr("os.fsync", lambda descriptor: done.append(Path(os.readlink(link(descriptor))).name))
+    directory.record(Rollback(steps=(6,), cause="nan"))
+    assert done[:1] == ["events.jsonl"]
+    (tmp_path / "steps.jsonl").write_text("{}")
+    done.clear()
+    Catalog(directory.store).commit(Manifest(7, 1, 1, 0.0, "", {}))
+    files = [name for name in done if "json" in name]
+    assert files[:2] == ["steps.jsonl", "events.jsonl"]
+    assert files[2].startswith(".manifest.json")
+    done.clear()
+    directory.write_summary({"status": "finished", "step": 7, "metrics": {}})
+    assert {"steps.jsonl", "events.jsonl"} < set(done[: done.index(next(name for name in done if "summary" in name))])

@@ -731,15 +731,15 @@ def test_the_coordinator_of_a_killed_command_writes_no_failure_into_the_next_com
 def test_a_check_that_fails_is_not_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = RunDirectory.pop_request
+    honest = RunDirectory.pop_requests
     errors = [ZeroDivisionError()]
 
-    def look(directory: RunDirectory) -> Request | None:
+    def look(directory: RunDirectory) -> list[Request]:
         if errors:
             raise errors.pop()
         return honest(directory)
 
-    monkeypatch.setattr(RunDirectory, "pop_request", look)
+    monkeypatch.setattr(RunDirectory, "pop_requests", look)
 
     async def story(worlds: Worlds) -> None:
         worlds.directory.request_scale(1, 1)
@@ -757,8 +757,8 @@ def test_worker_is_killed_on_request_and_no_death_is_declared(tmp_path: Path, mo
     monkeypatch.setattr("ray.kill", killed.append)
 
     async def request_kill(directory: RunDirectory, rank: int) -> None:
-        directory.request_kill(rank)
-        await until(lambda: not directory.has_request())
+        request = directory.request_kill(rank)
+        await until(lambda: not directory.waits(request))
 
     async def story(worlds: Worlds) -> None:
         async with watching(worlds):
@@ -772,7 +772,8 @@ def test_worker_is_killed_on_request_and_no_death_is_declared(tmp_path: Path, mo
     worlds = play(tmp_path, story)
     name = worlds.subject.membership.world[1]
     assert killed == [f"actor of {name}"]
-    (notice,) = worlds.directory.events(events.Notice)
+    *refused, notice = worlds.directory.events(events.Notice)
+    assert [each.text[:20] for each in refused] == ["rank 0 is not killed", "rank 7 is not killed"]
     assert notice.text == f"rank 1 (worker {name}) is killed, as a user has requested"
     assert worlds.told() == []
 

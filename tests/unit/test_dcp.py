@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ def test_code_in_the_metadata_does_not_run(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"names posix\.system, which does not belong there"):
         load_weights(model(), folder)
     assert not (tmp_path / "attacked").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "pipe"])
+def test_metadata_that_lead_out_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    folder = save({"model": model().state_dict()}, tmp_path / "given")
+    os.mkfifo(folder / "pipe")
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    found.storage_data = {key: replace(info, relative_path=name) for key, info in found.storage_data.items()}
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(UsageError, match=r"is no file|is outside of the folder"):
+        load_weights(model(), folder)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "no tensors"])

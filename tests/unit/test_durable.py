@@ -85,6 +85,21 @@ def test_a_damaged_manifest_is_told_whoever_finds_it(
     assert checkpoints.news() == []
 
 
+def test_a_checkpoint_of_a_step_that_is_left_out_now_is_passed_over_and_told(
+    catalogs: list[Catalog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "any_rank", lambda found, group: found)
+    catalogs[0].commit(Manifest(STEP, 1, SIZE, 0.0, "", {}))
+    parallel, groups = cast(Any, SimpleNamespace(survivors_hold_all=True)), cast(Any, SimpleNamespace(control=None))
+    world = World(0, 1, 1, groups, Amendments(skip=frozenset([STEP - 1])))
+    checkpoints = Checkpoints(catalogs[0], world, parallel, Writer(), Fingerprints(""))
+    assert checkpoints.lacks(STEP, ())
+    assert checkpoints.lacks(STEP, ())
+    assert [event.line() for event in checkpoints.news()] == [
+        f"checkpoint at step {STEP} is not used and will be deleted: it holds a step that was left out"
+    ]
+
+
 @pytest.mark.parametrize("damaged", range(SIZE))
 def test_nothing_is_deleted_for_a_checkpoint_with_a_damaged_file(catalogs: list[Catalog], damaged: int) -> None:
     told = save(catalogs, damaged=damaged)[0]

@@ -1,6 +1,7 @@
 """`index`: a stream becomes shards with the same samples, also after an interruption."""
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,31 @@ def test_samples_that_cannot_be_stored_are_named(tmp_path: Path, samples: list[A
     with pytest.raises(DataError, match=sentence):
         write_shards.write_shards(samples, tmp_path / "partial")
     assert not list(tmp_path.glob("partial/*.parquet"))
+
+
+@pytest.mark.parametrize("lost", ["", "PAR1", None])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_shards_that_a_loss_of_power_has_spoiled_are_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, lost: str | None
+) -> None:
+    monkeypatch.setattr(write_shards, "_GROUPS_PER_SHARD", 1)
+    assert index("Stream", "--out", "whole") == 0
+    assert index("Stream", "--out", "again") == 0
+    partial = (tmp_path / "again").rename(tmp_path / "again.partial")
+    shard = partial / f"{number:06d}.parquet"
+    shard.unlink() if lost is None else shard.write_text(lost)
+    done: list[str] = []
+    link = "/proc/self/fd/{}".format
+    monkeypatch.setattr("os.fsync", lambda descriptor: done.append(Path(os.readlink(link(descriptor))).name))
+    assert index("Stream", "--out", "again") == 0
+    assert shard.with_suffix(".unfinished").name in done
+    assert done[-1] == tmp_path.name, "the folder that has the shards' folder"
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names
+    found, expected = read("again"), read("whole")
+    assert [found[place]["label"] for place in range(len(found))] == [
+        expected[place]["label"] for place in range(len(expected))
+    ]
 
 
 def test_a_stream_that_differs_in_one_sample_is_refused(tmp_path: Path) -> None:

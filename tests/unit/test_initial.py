@@ -136,7 +136,9 @@ def test_the_part_that_fits_best_is_taken_and_two_are_refused(tmp_path: Path) ->
         load_weights(nn.Linear(3, 2), tmp_path / "two.pt")
 
 
-@pytest.mark.parametrize("index", ["nonsense", "{}", "[]", '{"weight_map": {"a": "none.safetensors"}}'])
+@pytest.mark.parametrize(
+    "index", ["nonsense", "{}", "[]", *(json.dumps({"weight_map": {"a": name}}) for name in ("none.bin", "../a", "/a"))]
+)
 def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UsageError, match=r"run.init_from: .* cannot be loaded into this model"):

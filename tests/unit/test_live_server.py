@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPResponse
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +20,7 @@ from steadfast.analysis.live.server import LiveServer
 from steadfast.analysis.report.html import document
 from steadfast.errors import RunConflict, UsageError
 from steadfast.run import events
-from steadfast.run.directory import METRICS, KillRequest, RunDirectory
+from steadfast.run.directory import METRICS, RunDirectory
 from steadfast.run.watching import Worker, pop_mark, write_workers
 from steadfast.storage.jsonl import open_stream
 from tests.support.events import changed
@@ -78,7 +80,7 @@ def test_a_kill_needs_the_token_in_a_header(server: LiveServer, directory: RunDi
     assert kill(server, '{"rank": 0}', "")[0] == 403
     assert kill(server, '{"rank": 0}', "wrong")[0] == 403
     assert ask(server, f"/kill?token={server.token}", '{"rank": 0}').status == 403
-    assert not directory.has_request()
+    assert not directory.pop_requests()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_kill_of_no_rank_is_a_bad_request(server: LiveServer, directory: RunDi
     status, said = kill(server, body)
     assert status == 400
     assert 'the body {"rank": N}' in said or said == "rank 2 does not train now. Choose from ranks 0-1"
-    assert not directory.has_request()
+    assert not directory.pop_requests()
 
 
 def test_a_kill_is_a_request_that_the_command_reads(server: LiveServer, directory: RunDirectory) -> None:
@@ -172,13 +174,37 @@ def test_a_kill_is_a_request_that_the_command_reads(server: LiveServer, director
 
     def coordinate() -> None:
         while not read:
-            read.extend(filter(None, [directory.pop_request()]))
+            read.extend(directory.pop_requests())
 
     coordinator = threading.Thread(target=coordinate)
     coordinator.start()
     assert kill(server, '{"rank": 1}') == (200, "")
     coordinator.join()
-    assert read == [KillRequest(1)]
+    assert [request.rank for request in read] == [1]
+
+
+def test_requests_at_the_same_time_are_all_read(server: LiveServer, directory: RunDirectory) -> None:
+    read: list[Any] = []
+    over = threading.Event()
+
+    def coordinate() -> None:
+        while not over.wait(0.05):
+            read.extend(directory.pop_requests())
+
+    with ThreadPoolExecutor(9) as threads:
+        threads.submit(coordinate)
+        answers = list(threads.map(lambda rank: kill(server, f'{{"rank": {rank % 2}}}'), range(8)))
+        over.set()
+    assert answers == [(200, "")] * 8
+    assert sorted(request.rank for request in read) == [0] * 4 + [1] * 4
+
+
+def test_an_address_that_is_none_prints_nothing(server: LiveServer, capfd: pytest.CaptureFixture[str]) -> None:
+    for verb in ("GET", "POST"):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+            connection.sendall(f"{verb} http://[/x HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            assert connection.recv(100).startswith(b"HTTP/1.0 403")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_kill_that_no_coordinator_reads_is_withdrawn(
@@ -188,7 +214,7 @@ def test_a_kill_that_no_coordinator_reads_is_withdrawn(
     status, said = kill(server, '{"rank": 1}')
     assert status == 409
     assert "did not answer within 0.1 s, so no worker was killed" in said
-    assert not directory.has_request()
+    assert not directory.pop_requests()
 
 
 @pytest.mark.parametrize(

@@ -137,21 +137,21 @@ def begin(directory: RunDirectory) -> bool:
         ("request.json", b'{"num_workers": [3, 2]}', None),
         ("request.json", b'{"num_workers": [true, 2]}', None),
         ("request.json", b'{"kill": -1}', None),
-        ("request.json", b'{"kill": "1"}', None),
-        ("request.json", NESTED, None),
+        ("requests/1", b'{"kill": "1"}', None),
+        ("requests/2", NESTED, None),
         ("events.jsonl", b'5\nnull\n{}\n{"event": []}\n{"event": "rollback"}\n\0\n{"eve', None),
         ("steps.jsonl", b'5\nnull\n{}\n{"step": "x"}\n{"step": 3, "time_s": []}\n\xff\n', None),
     ],
 )
 def test_a_file_of_a_run(tmp_path: Path, name: str, content: bytes, said: str | None) -> None:
     directory = RunDirectory(LocalStore(tmp_path / "run"))
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
     (tmp_path / "run" / name).write_bytes(content)
     if said is None:
         assert begin(directory)
         assert directory.amendments().skip == frozenset()
         assert directory.last_step_line() == {}
-        assert directory.pop_request() is None
+        assert directory.pop_requests() == []
     else:
         with pytest.raises(SteadfastError) as refused:
             begin(directory)

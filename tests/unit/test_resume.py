@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,9 @@ from steadfast.checkpoint.manifest import Manifest
 from steadfast.config import parse_config
 from steadfast.errors import RunConflict, StorageError
 from steadfast.launch.resume import start_or_resume
-from steadfast.plan import End
+from steadfast.plan import Amendments, End
 from steadfast.run.directory import RunDirectory
-from steadfast.run.events import RunStarted
+from steadfast.run.events import Rollback, RunStarted
 from steadfast.run.owner import read_key
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream
@@ -239,3 +240,33 @@ def test_another_kind_of_optimizer_is_refused_on_resume_with_the_difference(dire
         start_or_resume(parse_config("", overrides=["optimizer.kind=sgd"]), directory, BEGUN, said.append)
     start_or_resume(parse_config("", overrides=["optimizer.lr=0.5"]), directory, BEGUN, said.append)
     assert said == ["changed optimizer.lr: 0.001 -> 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "attempt"),
+    [
+        ({"skipped": [6]}, 2),
+        ({"skipped": [6], "ends": [[9, 80]], "forward_size": 4}, 2),
+        ({"ends": [[9, 80]]}, None),
+        ({"forward_size": 2}, None),
+    ],
+)
+def test_changes_to_the_plan_that_events_have_lost_come_from_the_newest_manifest(
+    directory: RunDirectory, recorded: dict[str, Any], attempt: int | None
+) -> None:
+    said: list[str] = []
+    assert start_or_resume(parse_config(TENTH), directory, BEGUN, print)
+    lines = [{"step": 6, "attempt": 2, "num_samples": 13}, {"step": 6, "attempt": 3, "skipped": True}]
+    write_ledger(directory.store, [*lines, {"step": 6, "attempt": 4, "skipped": True}])
+    Catalog(directory.store).commit(Manifest(12, 5, 1, 0.0, "data", {}, **recorded))
+    before = directory.amendments()
+    assert before == Amendments()
+    assert start_or_resume(parse_config(TENTH), directory, BEGUN, said.append)
+    found = directory.amendments()
+    assert sorted(found.skip) == recorded.get("skipped", [])
+    assert [list(end) for end in found.ends] == recorded.get("ends", [])
+    assert found.forward_size == recorded.get("forward_size")
+    assert [event.attempt for event in directory.events(Rollback)] == [attempt] * ("skipped" in recorded)
+    assert "events.jsonl has lost a line that the checkpoint of step 12 depends on" in said[0]
+    start_or_resume(parse_config(TENTH), directory, BEGUN, said.append)
+    assert len([line for line in said if "has lost" in line]) == 1, "nothing is lost any more"

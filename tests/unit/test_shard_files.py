@@ -1,6 +1,7 @@
 """Shards of each format: every sample, the index, and what is refused."""
 
 import io
+import os
 import pickle
 import sys
 import tarfile
@@ -321,6 +322,40 @@ def test_a_file_that_changes_under_its_index_is_told_with_the_remedy(data: Path)
     cut(data / "0.tar")
     with pytest.raises(DataError, match=r"0\.tar cannot be read .* delete .*indices"):
         dataset[599]
+
+
+@pytest.mark.parametrize("spoiled", [b"", b"PK", bytes(2000)])
+def test_an_index_that_cannot_be_read_is_made_anew(data: Path, indices: Path, spoiled: bytes) -> None:
+    write_shards(data, "jsonl")
+    size = len(shards(data, "jsonl"))
+    for path in indices.iterdir():
+        path.write_bytes(spoiled)
+    assert len(shards(data, "jsonl")) == size
+    assert all(path.read_bytes() != spoiled for path in indices.iterdir())
+
+
+def test_empty_lines_of_any_system_are_no_samples(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ['{"x": 0}', "", '{"x": 1}', "", "", '{"x": 2}']
+    for end in ("\n", "\r\n"):
+        for last in (end, ""):
+            (data / "0.jsonl").write_bytes((end.join(lines) + last).encode())
+            dataset = shards(data, "jsonl")
+            assert [dataset[number]["x"] for number in range(len(dataset))] == [0, 1, 2]
+    (data / "0.jsonl").write_bytes(b'{"x": 0}\n' + bytes(3000))
+    monkeypatch.setattr(shard_formats, "_LONGEST_LINE", 2999)
+    with pytest.raises(DataError, match=r"line 2 of 0\.jsonl has 3000 bytes, more than a sample may have"):
+        shards(data, "jsonl")
+
+
+def test_what_is_no_file_and_columns_of_one_name_are_refused(data: Path) -> None:
+    table = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["x", "x", "y"])
+    parquet.write_table(table, data / "0.parquet")
+    with pytest.raises(DataError, match=r"0\.parquet has several columns with the name x"):
+        shards(data, "parquet")
+    assert len(shards(data, "parquet", "columns: [y]")) == 1
+    os.mkfifo(data / "0.jsonl")
+    with pytest.raises(DataError, match=r"0\.jsonl is no file"):
+        shards(data, "jsonl")
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=50), st.sampled_from([0.0, 0.3]), st.integers(0, 5))

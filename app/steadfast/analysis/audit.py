@@ -252,6 +252,8 @@ class _Auditor:
             expected += 1
         if expected <= last:
             meaning = f"no attempt recorded the step, and the run has reached step {last}"
+            if expected > max(self._last.values(), default=0):
+                meaning = f"the ledger has lost its last lines, as after a loss of power: the run reached step {last}"
             raise CounterExample(expected, "a line", "none", meaning)
 
     def _holding(self, marked: Mapping[int, int]) -> list[int]:

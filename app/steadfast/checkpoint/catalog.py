@@ -15,8 +15,10 @@ from steadfast.checkpoint.manifest import FileDigest, Manifest, parse_manifest
 from steadfast.checkpoint.retention import steps_to_keep
 from steadfast.config import CheckpointConfig
 from steadfast.errors import StorageError
+from steadfast.run.directory import EVENTS, STEPS
 from steadfast.storage import Bytes, Read, Store, join
 from steadfast.storage.documents import read_document, read_json
+from steadfast.storage.jsonl import sync
 
 _FOLDER = "checkpoints"
 _MANIFEST = "manifest.json"
@@ -139,6 +141,8 @@ class Catalog:
 
     def commit(self, manifest: Manifest) -> None:
         """Make the folder a checkpoint, and end any quarantine."""
+        for stream in (STEPS, EVENTS):
+            sync(self.store, stream)  # a checkpoint means nothing without the lines before it
         self.store.delete(f"{path_of(manifest.step)}{_MARK}")
         self.store.commit(f"{path_of(manifest.step)}/{_MANIFEST}", manifest.dump())
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from steadfast.checkpoint.initial import METADATA
+from steadfast.checkpoint.initial import METADATA, inside
 
 _MODEL = "model"
 # Everything else that a pickle names could run code.
@@ -87,6 +87,10 @@ class _Reader(dcp.FileSystemReader):
             found = _Unpickler(file).load()
         if not isinstance(found, metadata.Metadata):
             raise ValueError(f"{METADATA} holds a {type(found).__name__}")
+        for info in (found.storage_data or {}).values():
+            if not isinstance(info, filesystem._StorageInfo):
+                raise ValueError(f"{METADATA} has a place of the type {type(info).__name__}")
+            inside(Path(self.path), str(info.relative_path))
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

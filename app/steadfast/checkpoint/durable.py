@@ -70,7 +70,7 @@ class Checkpoints:
         self._catalog = catalog
         self.world = world
         self._fingerprints = fingerprints
-        self._quarantined: list[events.Event] = []  # of damaged checkpoints, until `news` returns them
+        self._news: list[events.Event] = []  # of checkpoints that are not used, until `news` returns them
         self._newest = 0  # newest step on storage or being written
         self._measured: set[str] = set()  # names of the metrics that its manifest has
         self._writer = writer  # belongs to the process, and knows earlier attempts
@@ -137,7 +137,7 @@ class Checkpoints:
     def _quarantine(self, step: int, why: str) -> None:
         self._catalog.quarantine(step, why)
         text = f"checkpoint at step {step} is damaged and will not be used: {why}"
-        self._quarantined.append(events.Notice(event="checkpoint_quarantined", text=text, step=step, error=why))
+        self._news.append(events.Notice(event="checkpoint_quarantined", text=text, step=step, error=why))
 
     def _candidate(self) -> Manifest | None:
         """Return the newest manifest that fits this run."""
@@ -147,7 +147,13 @@ class Checkpoints:
             except Damaged as error:
                 self._quarantine(step, str(error))
                 continue
-            if manifest is None or manifest.skipped != skipped_up_to(step, self.world.amendments.skip):
+            if manifest is None:
+                continue
+            if manifest.skipped != skipped_up_to(step, self.world.amendments.skip):
+                text = f"checkpoint at step {step} is not used and will be deleted: it holds a step that was left out"
+                notice = events.Notice(event="checkpoint_passed_over", text=text, step=step)
+                if notice not in self._news:
+                    self._news.append(notice)
                 continue
             # The state would fit the model, but it has seen other samples than the ledger records.
             if not is_same_data(manifest.dataset, self._fingerprints.dataset):
@@ -277,9 +283,9 @@ class Checkpoints:
             self._writer.reserve(shards_to_write(state, self.world))
 
     def news(self) -> list[events.Event]:
-        """Return the new events of damaged checkpoints and of earlier calls of `save`. See `Writer.news`."""
-        quarantined, self._quarantined = self._quarantined, []
-        return [*quarantined, *self._writer.news()]
+        """Return the new events of checkpoints that are not used, and of earlier calls of `save`. See `Writer.news`."""
+        news, self._news = self._news, []
+        return [*news, *self._writer.news()]
 
     def wait_for_commit(self, limit_s: float) -> None:
         """Wait until everything is committed. Raises StorageError after `limit_s`."""
@@ -333,6 +339,7 @@ class Checkpoints:
         return manifest
 
     def _manifest(self, step: int, files: dict[str, FileDigest], metrics: dict[str, float]) -> Manifest:
+        amendments = self.world.amendments
         return Manifest(
             step=step,
             attempt=self.world.attempt,
@@ -340,9 +347,11 @@ class Checkpoints:
             time_s=round(time.time(), 3),
             dataset=self._fingerprints.dataset,
             files=files,
-            skipped=skipped_up_to(step, self.world.amendments.skip),
+            skipped=skipped_up_to(step, amendments.skip),
             metrics=metrics,
             base=self._fingerprints.base,
+            ends=[list(end) for end in amendments.ends],
+            forward_size=amendments.forward_size,
         )
 
     def _check_owner(self, step: int, attempt: int) -> None:

@@ -153,8 +153,17 @@ def _files_of(path: Path) -> list[Path]:
         if index.is_file():
             # The index maps each tensor to its file, so most files occur many times.
             files = set(json.loads(index.read_text())["weight_map"].values())
-            return [path / file for file in sorted(files)]
+            return [inside(path, file) for file in sorted(files)]
     raise ValueError(f"the folder holds neither {' nor '.join(_FILES)}, nor an index of one, nor {METADATA}")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of a file that a folder's index names. Raises ValueError if the name leads out of the folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"its index names {name}, which is outside of the folder")
+    if (folder / name).exists() and not (folder / name).is_file():
+        raise ValueError(f"{name} is no file")
+    return folder / name
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -36,6 +36,8 @@ class Manifest:
     skipped: list[int] = field(default_factory=list)  # steps up to this one that the run has left out
     metrics: dict[str, float] = field(default_factory=dict)  # of a validation after this step
     base: str = ""  # sha256 of the frozen parameters, if the checkpoint leaves them out
+    ends: list[list[int]] = field(default_factory=list)  # step and position of each end of `Amendments`
+    forward_size: int | None = None  # that of `Amendments`
     version: int = VERSION
 
     @property
@@ -53,8 +55,9 @@ class Manifest:
 
     def dump(self) -> bytes:
         content = asdict(self)
-        if not self.base:
-            del content["base"]  # earlier releases do not know this key
+        for key in ("base", "ends", "forward_size"):
+            if not content[key]:
+                del content[key]  # earlier releases do not know these keys
         return json.dumps({**content, "sha256": _digest(content)}, indent=2).encode() + b"\n"
 
 
@@ -89,9 +92,10 @@ def _checked(manifest: Manifest) -> Manifest:
         # The name must be that of a file in this folder: a reader of the checkpoint must not be led out of it.
         if not re.fullmatch(r"\w[\w.-]*", name) or not isinstance(digest.sha256, str) or not is_count(digest.bytes):
             raise ValueError(name)
-    numbers = (manifest.step, manifest.attempt, manifest.world_size, *manifest.skipped)
+    numbers = (manifest.step, manifest.attempt, manifest.world_size, manifest.forward_size or 0, *manifest.skipped)
     are_numbers = all(map(is_count, numbers)) and isinstance(manifest.time_s, int | float)
-    if not (are_numbers and isinstance(manifest.metrics, dict)):
+    are_ends = all(len(end) == 2 and all(map(is_count, end)) for end in manifest.ends)
+    if not (are_numbers and are_ends and isinstance(manifest.metrics, dict)):
         raise ValueError("not the contents of a manifest")
     return manifest
 

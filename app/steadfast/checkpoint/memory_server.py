@@ -116,8 +116,8 @@ class MemoryServer:
                 answer, descriptors = self._answer(json.loads(packet), connection.fileno())
                 socket.send_fds(connection, [json.dumps(answer).encode()], descriptors)
                 return
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # the worker is gone, or the peer is not a worker of this program
+        except Exception:
+            pass  # the worker is gone, or the peer is not a worker of this program and has sent anything
         self._forget(connection)
 
     def _forget(self, connection: socket.socket) -> None:

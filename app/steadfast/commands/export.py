@@ -15,6 +15,7 @@ from steadfast.commands.options import add_run_argument, add_trust_argument, che
 from steadfast.config import Config
 from steadfast.errors import StorageError, UsageError
 from steadfast.run.directory import RunDirectory, find_run, reading, runs_root
+from steadfast.storage.local import sync_tree
 from steadfast.units import printable
 
 if TYPE_CHECKING:
@@ -168,7 +169,9 @@ def _write(out: Path, write: Callable[[Path], object]) -> None:
             # Safetensors makes a file that only its owner reads. The umask can only be read by setting it.
             os.umask(mask := os.umask(0))
             temporary.chmod(0o666 & ~mask)
+        sync_tree(temporary)
         temporary.replace(out)
+        sync_tree(out.parent, deep=False)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise StorageError(f"{out} cannot be written: {error}") from error
     finally:

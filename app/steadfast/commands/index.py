@@ -8,6 +8,7 @@ from steadfast.commands.options import add_config_arguments, read_config, run_on
 from steadfast.config import Config, Target
 from steadfast.errors import DataError, UsageError
 from steadfast.run.directory import runs_root
+from steadfast.storage.local import sync_tree
 from steadfast.units import printable
 
 
@@ -35,6 +36,7 @@ def run(options: Namespace) -> int:
     partial = out.with_name(f"{out.name}.partial")
     count = write_shards(open_stream(config), partial)
     partial.rename(out)
+    sync_tree(out.parent, deep=False)
     print(printable(f"{out}: {count:,} samples. To train on them:\n  data: {{kind: parquet, path: {options.out}}}"))
     return 0
 

@@ -1,6 +1,7 @@
 """`init [FOLDER]`: write a starter with a configuration, the user's code and a cluster file."""
 
 import json
+import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -21,7 +22,7 @@ def run(options: Namespace) -> int:
     """Write the starter, and print the command that starts training."""
     folder = Path(options.folder)
     files = starter()
-    existing = [name for name in files if (folder / name).exists()]
+    existing = [name for name in files if os.path.lexists(folder / name)]
     if existing:
         raise UsageError(
             f"{folder} already has {', '.join(existing)}; init overwrites no file, and wrote none. Choose another "

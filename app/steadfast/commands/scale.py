@@ -38,19 +38,17 @@ def run(options: Namespace) -> int:
     if owner is None or owner.gone:
         raise RunConflict(f"{directory.uri} is not running; set scaling.num_workers in the command that starts it")
 
-    requested_s = time.time()
-    directory.request_scale(smallest, largest)
-    while time.time() - requested_s < _ANSWER_S:
-        # The event of the change is the answer. Its time comes from the coordinator's machine, so both clocks should
-        # agree.
-        for event in reversed(directory.events(Scale)):
-            if (event.time_s or 0.0) >= requested_s:
+    until_s = time.monotonic() + _ANSWER_S
+    request = directory.request_scale(smallest, largest)
+    while time.monotonic() < until_s:
+        for event in directory.events(Scale):
+            if event.request == request:
                 print(f"scaling.num_workers of {directory.uri}: {list(event.before)} -> {list(event.after)}")
                 return 0
         time.sleep(_POLL_S)
 
     # The request is withdrawn, because the user is about to see an error: it must not take effect later.
-    directory.pop_request()
+    directory.withdraw(request)
     raise RunConflict(
         f"{directory.uri} did not answer within {_ANSWER_S:g} s. Under torchrun, stop the run and start it "
         "again with another scaling.num_workers"

@@ -6,10 +6,13 @@ few samples of each block reads them alone.
 """
 
 import hashlib
+import io
 import time
+import zipfile
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +27,7 @@ from steadfast.data.order import WINDOW_BLOCKS, Int64s
 from steadfast.data.shard_formats import FORMATS, ShardIndex
 from steadfast.errors import ConfigError, DataError
 from steadfast.run.directory import place_of_data, runs_root
-from steadfast.storage import arrow_filesystem, open_store
+from steadfast.storage import LocalStore, arrow_filesystem, open_store
 
 _REQUEST_BYTES = 2**18  # a request takes about as long as reading so many bytes
 _REPETITIONS = 6  # attempts after the first one
@@ -246,6 +249,8 @@ class Shards:
         for number, (name, info) in enumerate(zip(self._names, infos, strict=True)):
             # The index of Parquet includes a check of the columns.
             columns = self._config.columns if self._config.kind == "parquet" else ()
+            if info.type not in (fs.FileType.File, fs.FileType.NotFound):
+                raise DataError(f"{self._key}: {name} is no file")
             index = self._index_of(name, f"{self._folder}/{name} {info.size} {info.mtime_ns} {columns}")
             if not index.num_samples:
                 raise DataError(f"{self._key}: {name} has no samples; delete the file")
@@ -262,19 +267,18 @@ class Shards:
         return found
 
     def _index_of(self, name: str, identity: str) -> ShardIndex:
-        place = _folder_of_indices() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
-        if place.exists():
-            with np.load(place) as stored:
-                return ShardIndex(stored["places"], stored["blocks"], int(stored["num_samples"]), stored["columns"])
+        indices = LocalStore(_folder_of_indices())
+        place = f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
+        # An index that cannot be read is made anew: a full disk or a loss of power may have spoiled the file.
+        with suppress(OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile), np.load(indices.path / place) as it:
+            return ShardIndex(it["places"], it["blocks"], int(it["num_samples"]), it["columns"])
         try:
             index: ShardIndex = self._repeated(lambda: self._make_index(name))
         except OSError as error:
             raise DataError(f"{self._key}: {name} cannot be read: {self._unreachable(error)}") from error
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # Several workers of a machine may make the same index at the same time.
-        new = place.with_suffix(f".{time.monotonic_ns()}.npz")
-        np.savez(new, **index._asdict())
-        new.replace(place)
+        content = io.BytesIO()
+        np.savez(content, **index._asdict())
+        indices.commit(place, content.getvalue())
         return index
 
     def _make_index(self, name: str) -> ShardIndex:

@@ -23,6 +23,7 @@ from steadfast.errors import DataError
 # Largest block, where the files have no blocks of their own.
 _BLOCK_SAMPLES = 256
 _BLOCK_BYTES = 2**22
+_LONGEST_LINE = 2**28  # bytes of a JSON line
 _BUFFER_BYTES = 2**20  # of a tar while its index is made
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 TUPLES = b"steadfast.tuples"  # metadata of a Parquet file whose samples are tuples
@@ -100,6 +101,8 @@ class _Parquet:
             raise DataError(f"{self._key}.columns: {name} has no {', '.join(missing)}; there are: {', '.join(names)}")
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         starts = np.cumsum([0, *rows])
+        if twice := sorted(name for name in {*(self._columns or names)} if names.count(name) > 1):
+            raise DataError(f"{self._key}: {name} has several columns with the name {twice[0]}. Rename them")
         columns = np.array([f"{name} {schema.field(name).type}" for name in self._columns or names], np.str_)
         return ShardIndex(np.array([metadata.num_rows]), starts[:-1], metadata.num_rows, columns)
 
@@ -204,15 +207,28 @@ class _JsonLines(_AdjacentSamples):
     suffixes = (".jsonl", ".ndjson")
 
     def index(self, file: Any, name: str) -> ShardIndex:
-        found = [np.zeros(1, np.int64)]
+        found, of_windows = [np.zeros(1, np.int64)], [np.zeros(0, np.bool_)]
+        last = b""
         while chunk := file.read(2**22):
             begin = file.tell() - len(chunk)
-            found.append(begin + np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1)
-        ends = np.concatenate(found)
+            # Each chunk is read with the byte before it, which may be the carriage return of a line of Windows.
+            characters = np.frombuffer((last or b" ") + chunk, np.uint8)
+            at = np.flatnonzero(characters[1:] == ord("\n"))
+            found.append(begin + at + 1)
+            of_windows.append(characters[at] == ord("\r"))
+            last = chunk[-1:]
+        ends, windows = np.concatenate(found), np.concatenate(of_windows)
         if ends[-1] != file.tell():
-            ends = np.append(ends, file.tell())  # the last line may lack its end
+            ends, windows = np.append(ends, file.tell()), np.append(windows, False)  # the last line may lack its end
+        lengths = np.diff(ends)
+        if len(lengths) and lengths.max() > _LONGEST_LINE:
+            line = int(lengths.argmax())
+            raise DataError(
+                f"{self._key}: line {line + 1} of {name} has {lengths[line]} bytes, more than a sample may have "
+                f"({_LONGEST_LINE}). The file has a hole, or is of another format"
+            )
         # An empty line belongs to the sample before it.
-        begins = ends[:-1][np.diff(ends) > 1]
+        begins = ends[:-1][lengths - windows > 1]
         return _index(np.append(begins, ends[-1]) if len(begins) else begins)
 
     def _sample(self, content: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from steadfast.data.shard_formats import TUPLES
 from steadfast.errors import DataError, StorageError
+from steadfast.storage.local import sync_tree
 
 _GROUP_ROWS = 1000
 _GROUP_BYTES = 2**22
@@ -38,12 +39,16 @@ def write_shards(stream: Iterable[Any], folder: Path) -> int:
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer()
-    written = sorted(folder.glob("*.parquet"))
-    for path in written:
-        writer.check(path, samples)
-    for number in itertools.count(len(written)):
-        if not writer.write(folder / f"{number:06d}.parquet", samples):
+    kept = True
+    for number in itertools.count():
+        path = folder / f"{number:06d}.parquet"
+        kept = kept and path.exists() and writer.check(path, samples)
+        if not (kept or writer.write(path, samples)):
             break
+    for path in folder.glob("*.parquet"):
+        if int(path.stem) >= number:  # a shard whose predecessors were lost
+            path.unlink()
+    sync_tree(folder)
     if not writer.count:
         shutil.rmtree(folder)
         raise DataError("the stream has no samples")
@@ -61,9 +66,15 @@ class _Writer:
         self.count = 0
         self._schema: pa.Schema | None = None
 
-    def check(self, path: Path, samples: Iterator[Any]) -> None:
-        """Skip the samples of a shard that was written before. Raises DataError if the stream's samples differ."""
-        found = parquet.ParquetFile(path)
+    def check(self, path: Path, samples: Iterator[Any]) -> bool:
+        """Skip the samples of a shard that was written before, and return whether the shard can be read.
+
+        Raises DataError if the stream's samples differ.
+        """
+        try:
+            found = parquet.ParquetFile(path)
+        except (pa.ArrowException, OSError):  # after a loss of power, for example
+            return False
         self._schema = self._schema or found.schema_arrow.remove_metadata()
         digest = hashlib.sha256()
         for group in _groups(itertools.islice(samples, found.metadata.num_rows)):
@@ -76,6 +87,7 @@ class _Writer:
             )
         self.count += found.metadata.num_rows
         print(f"{path.name} is already written: {self.count:,} samples", flush=True)
+        return True
 
     def write(self, path: Path, samples: Iterator[Any]) -> int:
         """Write one shard, and return its number of samples, 0 at the end of the stream."""
@@ -103,6 +115,7 @@ class _Writer:
             file.add_key_value_metadata({_DIGEST: digest.hexdigest()})
             with _writing(path):
                 file.close()
+                sync_tree(temporary)
                 temporary.rename(path)
         return self.count - before
 

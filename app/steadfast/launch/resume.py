@@ -1,17 +1,20 @@
 """Decide whether a command starts, resumes or only reports a run."""
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from steadfast.checkpoint.catalog import Catalog
+from steadfast.checkpoint.catalog import Catalog, Damaged
 from steadfast.checkpoint.memory_server import end_server, server_name
 from steadfast.config import BatchConfig, Change, Config, RunConfig, diff
 from steadfast.errors import RunConflict, StorageError
-from steadfast.plan import begin_of
-from steadfast.run.directory import RunDirectory
-from steadfast.run.events import Failure, RunStarted, ShortStep
+from steadfast.plan import End, begin_of
+from steadfast.run.directory import STEPS, RunDirectory
+from steadfast.run.events import Event, Failure, ForwardsShrunk, Rollback, RunStarted, ShortStep
 from steadfast.run.ledger import last_end
 from steadfast.run.owner import Ownership, read_key, write_key
+from steadfast.storage.jsonl import read_lines
 from steadfast.telemetry.environment import environment
 from steadfast.telemetry.outcome import already_finished, finished_otherwise
 
@@ -85,11 +88,13 @@ def _start_or_resume(
         say(already_finished(config.run, former, directory.uri, summary))
         return False
 
+    if resumable:
+        _restore_amendments(directory, say)
     if former is None or _length(former) != _length(config.run):
         _note_short_step(former, config.batch.global_size, directory, say)
     directory.delete_summary()
-    # An old request of a user was meant for the former command.
-    directory.pop_request()
+    # Old requests of users were meant for the former command.
+    directory.pop_requests()
     # Without a checkpoint, the memory of a node may still hold the run's finished steps.
     if stored is not None and (resumable or directory.last_step()):
         _keep_microbatch_size(stored.batch, config.batch, directory)
@@ -188,6 +193,37 @@ def _note_short_step(
     if end not in directory.amendments().ends:
         raise StorageError(f"{directory.uri}: an event cannot be written; make room there, and give the command again")
     say(event.line())
+
+
+def _restore_amendments(directory: RunDirectory, say: Callable[[str], object]) -> None:
+    """Record changes to the plan again that the events have lost, from the newest checkpoint's manifest.
+
+    Without the changes no later checkpoint would fit the run.
+    """
+    catalog = Catalog(directory.store)
+    known = directory.amendments()
+    for step in catalog.steps():
+        with suppress(Damaged, StorageError):  # told when the checkpoint is looked for
+            if not (manifest := catalog.manifest(step)):
+                continue
+            cause = f"events.jsonl has lost a line that the checkpoint of step {step} depends on (a loss of power?)"
+            lost: list[Event] = []
+            if skipped := sorted({*manifest.skipped} - known.skip):
+                lines = [line for line in read_lines(directory.store, STEPS) if line.get("step") == skipped[0]]
+                # The attempt before the first one that has left the step out.
+                first = min((line["attempt"] for line in lines if line.get("skipped")), default=manifest.attempt)
+                lost.append(Rollback(steps=tuple(skipped), cause=cause, attempt=first - 1))
+            for end in map(End._make, manifest.ends):
+                if end not in known.ends:
+                    lost.append(ShortStep(step=end.step, position=end.position))
+            size = manifest.forward_size
+            if size and size < (known.forward_size or math.inf):
+                lost.append(ForwardsShrunk(step=step, forward_size=size, error=cause))
+            if lost:
+                say(f"{cause}: recorded again from its manifest")
+            for event in lost:
+                directory.record(event)
+            return
 
 
 def has_checkpoint(directory: RunDirectory) -> bool:

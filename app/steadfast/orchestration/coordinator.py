@@ -368,13 +368,16 @@ class Coordinator:
             self._carry_out(self._supervisor.check_drains(nodes, members))
 
     async def _check_requests(self) -> None:
-        match await asyncio.to_thread(self._directory.pop_request):
-            case ScaleRequest(smallest, largest) if not self.heartbeats.commands.stop:
-                before = (self.membership.smallest, self.membership.largest)
-                self.record(events.Scale(before=before, after=(smallest, largest)))
-                self.dismiss(self.membership.rescale(smallest, largest), Leave.RELEASED)
-            case KillRequest(rank) if self._running and rank < len(self.membership.world):
-                self._kill(rank)
+        for request in await asyncio.to_thread(self._directory.pop_requests):
+            match request:
+                case ScaleRequest(name, smallest, largest) if not self.heartbeats.commands.stop:
+                    before = (self.membership.smallest, self.membership.largest)
+                    self.record(events.Scale(before=before, after=(smallest, largest), request=name))
+                    self.dismiss(self.membership.rescale(smallest, largest), Leave.RELEASED)
+                case KillRequest(_, rank) if self._running and rank < len(self.membership.world):
+                    self._kill(rank)
+                case KillRequest(_, rank):
+                    self.record(events.Notice(text=f"rank {rank} is not killed, as it does not train now"))
 
     def _kill(self, rank: int) -> None:
         """Kill a worker on request, so that the user sees how the run recovers."""

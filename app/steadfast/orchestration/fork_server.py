@@ -126,7 +126,7 @@ class _Server:
     def _accept(self, listener: socket.socket) -> dict[str, Any] | None:
         connection, _ = listener.accept()
         connection.settimeout(_REQUEST_S)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # another program of this user may send anything
             # Another user of the machine can connect to an abstract socket, but must not run code as this user.
             if user_of(connection) == os.getuid():
                 request = receive(connection)

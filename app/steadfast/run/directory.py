@@ -2,6 +2,8 @@
 
 import json
 import socket
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from steadfast.run.owner import delete_claim, read_owner
 from steadfast.run.watching import WATCHED, WORKERS
 from steadfast.storage import Store, join, open_store
 from steadfast.storage.documents import read_document, read_json, write_json
-from steadfast.storage.jsonl import is_count, is_moment, last_lines, open_stream, read_lines
+from steadfast.storage.jsonl import is_count, is_moment, last_lines, open_stream, read_lines, sync
 
 STEPS = "steps.jsonl"  # sample ledger
 METRICS = "metrics.jsonl"  # figures of log steps
@@ -28,14 +30,13 @@ STACKS = "stacks"  # folder of the workers' stacks
 _CONFIG = "config.yaml"
 _ENVIRONMENT = "environment.json"
 _SUMMARY = "summary.json"
-_REQUEST = "request.json"
+_REQUESTS = "requests"  # folder with a file for each request of a user
 _MICROBATCH = "microbatch.json"
 _PROBE = ".writable"
 _CURVES = "tensorboard"
 _FILES = (
     _CONFIG,
     _SUMMARY,
-    _REQUEST,
     _MICROBATCH,
     EVENTS,
     STEPS,
@@ -45,7 +46,7 @@ _FILES = (
     WATCHED,
     WORKERS,
 )
-_FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _CURVES, "wandb", "mlflow")
+_FOLDERS = ("checkpoints", "faults", PROFILE, STACKS, _REQUESTS, _CURVES, "wandb", "mlflow")
 _OF_RAY = (".validate_storage_marker", "checkpoint_manager_snapshot.json")  # files that Ray Train writes
 _SHARED = Path("/mnt/shared")  # folder that all nodes of a cluster share
 _LAST_LINE_BYTES = 16384  # more than most lines of the ledger
@@ -76,12 +77,15 @@ class EventWriter:
     """Writer of `events.jsonl`. A run has one writer at a time."""
 
     def __init__(self, store: Store) -> None:
+        self._store = store
         self._stream = open_stream(store, EVENTS)
 
     def write(self, event: Event) -> None:
         """Write an event if its class sets `kept`; other events are only shown."""
         if event.kept:
             self._stream.write([event.stamped().to_line()])
+        if isinstance(event, Rollback | ShortStep | ForwardsShrunk):
+            sync(self._store, EVENTS)  # later steps depend on these
 
     def close(self) -> None:
         """Wait until all events are written, or until storage refuses another attempt."""
@@ -92,6 +96,7 @@ class EventWriter:
 class ScaleRequest:
     """Request for other bounds of the number of workers."""
 
+    name: str
     smallest: int
     largest: int
 
@@ -100,6 +105,7 @@ class ScaleRequest:
 class KillRequest:
     """Request to kill the worker of a rank."""
 
+    name: str
     rank: int
 
 
@@ -276,6 +282,8 @@ class RunDirectory:
         return None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
+        for stream in (STEPS, EVENTS, METRICS):
+            sync(self.store, stream)  # nothing repairs the lines of a finished run
         write_json(self.store, _SUMMARY, summary)
 
     def delete_summary(self) -> None:
@@ -293,37 +301,48 @@ class RunDirectory:
         """Return whether the run has stored stacks or profiles."""
         return bool(self.store.list(STACKS) or self.store.list(PROFILE))
 
-    def request_scale(self, smallest: int, largest: int) -> None:
-        """Write a request for other bounds of the number of workers.
+    def request_scale(self, smallest: int, largest: int) -> str:
+        """Request other bounds of the number of workers, and return the request's name.
 
         The command that owns the run reads the request.
         """
-        write_json(self.store, _REQUEST, {"num_workers": [smallest, largest]})
+        return self._request({"num_workers": [smallest, largest]})
 
-    def request_kill(self, rank: int) -> None:
-        """Write a request to kill the worker of a rank.
+    def request_kill(self, rank: int) -> str:
+        """Request to kill the worker of a rank, and return the request's name.
 
         The command that owns the run reads the request.
         """
-        write_json(self.store, _REQUEST, {"kill": rank})
+        return self._request({"kill": rank})
 
-    def has_request(self) -> bool:
-        """Return whether a request waits for the command."""
-        return read_json(self.store, _REQUEST) is not None
+    def _request(self, request: dict[str, Any]) -> str:
+        name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
+        write_json(self.store, f"{_REQUESTS}/{name}", request)
+        return name
 
-    def pop_request(self) -> Request | None:
-        """Return and delete the request of a user."""
-        request = read_json(self.store, _REQUEST)
-        if request is None:
-            return None
-        # An invalid request is deleted too, so that it is read only once.
-        self.store.delete(_REQUEST)
-        match request:
-            case {"num_workers": [int(smallest), int(largest)]} if 1 <= smallest <= largest:
-                return ScaleRequest(smallest, largest)
-            case {"kill": int(rank)} if rank >= 0:
-                return KillRequest(rank)
-        return None
+    def waits(self, request: str) -> bool:
+        """Return whether no command has read a request yet."""
+        return request in self.store.list(_REQUESTS)
+
+    def withdraw(self, request: str) -> None:
+        """Delete a request, which takes no effect any more unless it has been read."""
+        self.store.delete(f"{_REQUESTS}/{request}")
+
+    def pop_requests(self) -> list[Request]:
+        """Return and delete the requests of users, oldest first."""
+        found: list[Request] = []
+        for name in self.store.list(_REQUESTS):
+            if name.startswith("."):  # a request that is being written
+                continue
+            request = read_json(self.store, f"{_REQUESTS}/{name}")
+            # An invalid request is deleted too, so that it is read only once.
+            self.withdraw(name)
+            match request:
+                case {"num_workers": [int(smallest), int(largest)]} if 1 <= smallest <= largest:
+                    found.append(ScaleRequest(name, smallest, largest))
+                case {"kill": int(rank)} if rank >= 0:
+                    found.append(KillRequest(name, rank))
+        return found
 
     def stored_config(self) -> Config | None:
         """Return the configuration of the run's last start.

@@ -565,11 +565,12 @@ class RankTimes(Event):
 class Scale(Event):
     """The bounds of the number of workers have changed.
 
-    Both fields are [smallest, largest].
+    Bounds are [smallest, largest].
     """
 
     before: tuple[int, int]  # former bounds
     after: tuple[int, int]  # new bounds
+    request: str | None = None  # name of the request
 
     def line(self) -> str:
         return f"scaling.num_workers (fewest, most): {_listed(self.before)} -> {_listed(self.after)}"

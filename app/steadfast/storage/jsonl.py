@@ -105,6 +105,13 @@ def open_stream(store: Store, name: str) -> Stream:
     return SegmentStream(store, name)
 
 
+def sync(store: Store, name: str) -> None:
+    """Write a stream to the disk, so that its lines outlast a loss of power. A bucket needs no such call."""
+    if isinstance(store, LocalStore):
+        with contextlib.suppress(OSError):
+            store.sync(name)
+
+
 def read_lines(store: Store, name: str) -> Iterator[Line]:
     """Yield every whole line of a stream.
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import stat
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -60,8 +61,8 @@ class LocalStore:
 
     def commit(self, name: str, data: bytes, private: bool = False) -> None:
         path = self.path / name
-        # The name has host and process, because several processes may commit the same file at once.
-        temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+        # The name has host and thread, because several processes and threads may commit the same file at once.
+        temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}")
         mode = 0o600 if private else 0o666
         self._write(str(temporary.relative_to(self.path)), [data], mode)
         try:
@@ -70,7 +71,12 @@ class LocalStore:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _sync_folder(path.parent)
+        sync_tree(path.parent, deep=False)
+
+    def sync(self, name: str) -> None:
+        """Write a file to the disk that any process has written, and its name."""
+        sync_tree(self.path / name)
+        sync_tree((self.path / name).parent, deep=False)
 
     def delete(self, name: str) -> None:
         path = self.path / name
@@ -128,11 +134,15 @@ def _make_folder(path: Path) -> None:
     if not path.is_dir():
         _make_folder(path.parent)
         path.mkdir(exist_ok=True)
-        _sync_folder(path.parent)
+        sync_tree(path.parent, deep=False)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_tree(path: Path, deep: bool = True) -> None:
+    """Write a file, or a folder and all that is in it, to the disk; without `deep` only the folder's names."""
     # The fsync of a file does not write its name to the disk, so the file could be missing after a loss of power.
+    if deep and path.is_dir():
+        for inner in path.iterdir():
+            sync_tree(inner)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

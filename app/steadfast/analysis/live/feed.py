@@ -131,13 +131,13 @@ class Feed:
         if rank not in ranks:
             raise UsageError(f"rank {rank} does not train now. Choose from {in_ranges('rank', ranks)}")
         with reading(self.directory):
-            self.directory.request_kill(rank)
+            request = self.directory.request_kill(rank)
             until_s = time.monotonic() + _ANSWER_S
             while time.monotonic() < until_s:
-                if not self.directory.has_request():
+                if not self.directory.waits(request):
                     return
                 time.sleep(_POLL_S)
-            self.directory.pop_request()  # withdrawn, because the user is about to see an error
+            self.directory.withdraw(request)  # because the user is about to see an error
         raise RunConflict(f"{status.uri} did not answer within {_ANSWER_S:g} s, so no worker was killed")
 
     def _read(self) -> Status:

@@ -73,10 +73,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10  # seconds that a client may take to send a request
 
     def do_GET(self) -> None:
-        query = parse_qs(urlsplit(self.path).query)
+        path, query = self._address()
         if not self._is_admitted(query.get("token", [""])[0]):
             return
-        match urlsplit(self.path).path:
+        match path:
             case "/":
                 self._send_page()
             case "/status.json":
@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         # A form of another web site cannot set a header, and its script may not without this server's consent.
         if not self._is_admitted(self.headers.get(_TOKEN_HEADER, "")):
             return
-        if urlsplit(self.path).path != "/kill":
+        if self._address()[0] != "/kill":
             self._send_error(HTTPStatus.NOT_FOUND, "no such page")
             return
         try:
@@ -101,6 +101,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:
             self._send("application/json", b"{}")
+
+    def _address(self) -> tuple[str, dict[str, list[str]]]:
+        """Return the path and the query of the request; nothing of an address that is none."""
+        try:
+            parts = urlsplit(self.path)
+            return parts.path, parse_qs(parts.query)
+        except ValueError:
+            return "", {}
 
     def _is_admitted(self, token: str) -> bool:
         """Return whether the request has the token, else refuse the request."""
