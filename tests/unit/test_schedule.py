@@ -54,11 +54,9 @@ def test_schedules_of_torchs_names_are_torchs() -> None:
     """Torch counts from 0, and its linear one ends a step after the run's last."""
     ours = rates(StepConfig(every_steps=30, gamma=0.1), 100)
     assert ours == pytest.approx(rates_of_torch(StepLR, 100, step_size=30, gamma=0.1))
-    ours = rates(OneCycleConfig(), 100)
-    assert ours == pytest.approx(rates_of_torch(OneCycleLR, 100, max_lr=1.0, total_steps=100))
-    for num_steps in (2, 3):  # torch itself divides by zero
-        first, *others = rates(OneCycleConfig(), num_steps)
-        assert first == 1.0 > max(others)
+    for num_steps in (2, 3, 100):
+        ours = rates(OneCycleConfig(), num_steps)
+        assert ours == pytest.approx(rates_of_torch(OneCycleLR, num_steps, max_lr=1.0, total_steps=num_steps))
     ours = rates(LinearConfig(warmup_steps=0, min_lr_fraction=0.2), 99)
     torchs = rates_of_torch(LinearLR, 100, start_factor=1.0, end_factor=0.2, total_iters=99)
     assert ours == pytest.approx(torchs[1:])

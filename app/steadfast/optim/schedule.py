@@ -66,7 +66,7 @@ def _one_cycle(peak: float, step: int, num_steps: int) -> float:
     start = peak / 25
     last_rising = 0.3 * num_steps - 1
     at = step - 1
-    if at <= last_rising and last_rising:  # a rise of one step is at the peak already
+    if at <= last_rising:
         return _cosine(start, peak, at / last_rising)
     return _cosine(peak, start / 1e4, min(1.0, (at - last_rising) / (num_steps - 1 - last_rising)))
 
