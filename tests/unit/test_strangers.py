@@ -123,7 +123,7 @@ def test_a_store_does_not_write_through_a_link(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     store.commit("report.html", b"first")
     target = tmp_path / "target"
-    temporary = tmp_path / "run" / f".report.html.{os.uname().nodename}-{os.getpid()}"
+    temporary = tmp_path / "run" / f".report.html.{os.uname().nodename}-{os.getpid()}-{threading.get_native_id()}"
     temporary.symlink_to(target)
     with pytest.raises(OSError, match="the file is a link"):
         store.commit("report.html", b"second")
