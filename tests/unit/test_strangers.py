@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from itertools import product
