@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import shlex
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 from steadfast.guards.failures import FailureKind
 from steadfast.orchestration.messages import FailureReport
 
-_LATE_S = 6.0  # time after which a worker that has not started is looked for in the raylet's output
+_LATE_S = 3.0  # time after which the cause is looked for why a worker has not started
 _ERROR = re.compile(r"error|exception|no such|not found|no module|denied|cannot|fail|killed|unable", re.IGNORECASE)
+_WORKER_COMMAND = "--python_worker_command="  # of a raylet
 _COLOR = re.compile(r"\x1b\[\d+m")
 _ENDED = "its process has ended: it was killed, perhaps because memory ran out, or has crashed"
 
@@ -32,24 +35,48 @@ def await_start(actor: Any) -> Any:
     since_s = time.time()
     answer = actor.get_metadata.remote()
     while not ray.wait([answer], timeout=_LATE_S)[0]:
-        if line := _last_error(node_of(actor), since_s):
-            raise NotStarted(f"its program cannot run: {line}")
+        if fault := _fault_on(node_of(actor), since_s):
+            raise NotStarted(f"its program cannot run: {fault}")
     return ray.get(answer)
 
 
-def _last_error(node: str, since_s: float) -> str:
-    """Return the last line that a worker has written since `since_s` on a node of this machine, if it is an error."""
-    # Until Ray redirects its output, a worker writes to the file of its raylet.
-    for process in psutil.process_iter(["cmdline"]):
-        if f"--node_id={node}" not in (process.info["cmdline"] or ()):
+def _fault_on(node: str, since_s: float) -> str:
+    """Return why workers do not start on a node of this machine since `since_s`, or ""."""
+    for raylet in psutil.process_iter(["cmdline"]):
+        words = raylet.info["cmdline"] or ()
+        if f"--node_id={node}" not in words:
             continue
-        with contextlib.suppress(OSError):
-            file = Path(f"/proc/{process.pid}/fd/2").resolve()
-            if file.stat().st_mtime >= since_s:
-                # Lines of the raylet itself begin with a bracket.
-                lines = [line for line in file.read_text(errors="replace").splitlines() if line and line[0] != "["]
-                if lines and _ERROR.search(lines[-1]):
-                    return lines[-1]
+        with contextlib.suppress(OSError, psutil.Error):
+            # Until Ray redirects its output, a worker writes to the file of its raylet.
+            file = Path(f"/proc/{raylet.pid}/fd/2").resolve()
+            if file.stat().st_mtime >= since_s and (line := _last_error(file.read_text(errors="replace"))):
+                return line
+            if not any(child.create_time() >= since_s for child in raylet.children()):
+                (command,) = (word for word in words if word.startswith(_WORKER_COMMAND))
+                return _fault_of(shlex.split(command.removeprefix(_WORKER_COMMAND)), raylet.environ())
+    return ""
+
+
+def _last_error(text: str) -> str:
+    """Return the last line if it is an error that a worker has written."""
+    # Lines of the raylet itself begin with a bracket.
+    lines = [line for line in text.splitlines() if line and line[0] != "["]
+    return lines[-1] if lines and _ERROR.search(lines[-1]) else ""
+
+
+def _fault_of(command: list[str], environment: dict[str, str]) -> str:
+    """Return why a node's Python ends without a word, or ""."""
+    python, *words = command
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
+            # It runs nothing, but has the words of a worker, because a wrapper may look at them.
+            ended = subprocess.run([python, "-c", "", *words], env=environment, capture_output=True, timeout=_LATE_S)
+        except OSError as error:
+            return f"{python}: {error.strerror}"
+        if ended.returncode < 0:
+            return f"{python} was killed by signal {-ended.returncode}, perhaps because memory ran out"
+        if ended.returncode:
+            return f"{python} has ended with exit code {ended.returncode}"
     return ""
 
 
