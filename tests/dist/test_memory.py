@@ -1,6 +1,5 @@
 """Workers hold the memory that `plan` names, give a model's back, and under fsdp need room for their shards alone."""
 
-import ctypes
 import gc
 import resource
 import weakref
@@ -113,7 +112,6 @@ def test_what_ends_gives_back_all_of_its_model(tmp_path: Path, parallel: dict[st
 
 
 MIB = 2**20
-M_MMAP_THRESHOLD = -3  # in malloc.h
 NUM_WORKERS = 4
 LAYERS = 20  # 252 million parameters, 1.0 GB in fp32
 EMBED_DIM = 1024
@@ -137,10 +135,8 @@ def large(kind: str, num_layers: int, *overrides: str) -> Config:
     return parse_config(LARGE, "large.yaml", [f"parallel.kind={kind}", f"model.num_layers={num_layers}", *overrides])
 
 
-def train_large(member: Member, kind: str, num_layers: int, size: int, room: float) -> list[int]:
+def train_large(member: Member, kind: str, num_layers: int, size: int, room: float, *overrides: str) -> list[int]:
     """The most memory above what the process had before, in bytes, of two attempts; none has more than `room`."""
-    # What is freed goes back to the system at once, so that the most that was held can be seen.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     tiny = large(kind, 1, "model.embed_dim=8")
     worker = WorkerState(tiny, CPU)
     steps(member, 1, tiny, worker, size)  # imports, threads and buffers
@@ -150,7 +146,7 @@ def train_large(member: Member, kind: str, num_layers: int, size: int, room: flo
     resource.setrlimit(resource.RLIMIT_DATA, (round(before.data + room), resource.RLIM_INFINITY))
     found = []
     forget_peak()
-    config = large(kind, num_layers)
+    config = large(kind, num_layers, *overrides)
     worker = WorkerState(config, CPU)
     for attempt in (2, 3):
         steps(member, attempt, config, worker, size)
@@ -184,6 +180,15 @@ def test_a_worker_holds_its_shards_and_one_block_at_the_start_and_through_a_refo
         for start, again in gang.run(train_large, "fsdp", LAYERS, NUM_WORKERS, 1e12):
             print(f"start {start / MIB:.0f} MiB, again {again / MIB:.0f} MiB, needed {needed / MIB:.0f} MiB")
             assert max(start, again) <= 1.2 * needed
+
+
+@pytest.mark.parametrize(("num_layers", "embed_dim"), [(12, 640), (40, 352)])
+def test_a_step_of_fsdp_holds_no_freed_blocks_when_the_model_is_large(num_layers: int, embed_dim: int) -> None:
+    overrides = f"model.embed_dim={embed_dim}", f"model.num_heads={embed_dim // 32}"
+    with Gang(NUM_WORKERS) as gang:
+        found = gang.run(train_large, "fsdp", num_layers, NUM_WORKERS, 1e12, *overrides)
+    print("MiB:", *(round(max(each) / MIB) for each in found))
+    assert max(map(max, found)) <= 440 * MIB  # and 360 for two copies of a worker's state are 800
 
 
 @pytest.mark.slow

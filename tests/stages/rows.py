@@ -112,7 +112,7 @@ MORE = [
     r"dist/test_hooks.*is_what_is_validated",
     r"dist/test_initial.*(as_a_replicated|goes_on_without|needs_no_file)",
     r"dist/test_loader.*(outlive_stop_signals\w*\[worker|main_guard\w*\[1000000)",
-    r"dist/test_memory.*gives_back",
+    r"dist/test_memory.*(gives_back|no_freed_blocks)",
     r"dist/test_validation.*keep_every_sample",
     r"dist/test_microbatch_size.*(least_room|leader_that_is_new|where_two_samples)",
     r"dist/test_migrate.*(hugging_face|ends_with_the_figures|of_ray_train|page_of_defaults)",

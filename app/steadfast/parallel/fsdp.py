@@ -5,8 +5,9 @@ gradients are then summed over replicas (HSDP). With `parallel.tensor_size` the 
 rank shards its part with the ranks that have the same part.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -49,6 +50,8 @@ _PRIME = 1_000_003  # modulus of the hash of an order of units; a sum over a mil
 _USED_SHARE = 0.8
 # From torch 2.15 on, all backwards of a step accumulate in the dtype of the reduction, and the attribute cannot be set.
 _ONE_DTYPE = isinstance(getattr(FSDPParam, "unsharded_accumulated_grad", None), property)
+_M_MMAP_THRESHOLD = -3  # in malloc.h
+_MAPPED_BYTES = 2 * 2**20  # smaller memory is used again quickly, and mapping it anew would take longer
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,6 +60,8 @@ class FullyShardedDataParallelism(Parallel):
 
     def __init__(self, config: FsdpConfig, world: World, precision: Precision) -> None:
         super().__init__(config, world, precision)
+        if precision.device.type == "cpu":
+            _return_freed_units()
         self.offloads = config.cpu_offload
         self._policy = self._formats()
         self._resharding = _Resharding(config.reshard_after_forward, world, precision.device, self._policy.param_dtype)
@@ -220,6 +225,14 @@ class FullyShardedDataParallelism(Parallel):
                 # The class that fully_shard gives a module derives from FSDPModule and the module's own class.
                 kinds.append(type(module).__bases__[1].__name__)
         return kinds
+
+
+def _return_freed_units() -> None:
+    """Let the C library return the memory of freed units to the system."""
+    # By default glibc raises its threshold to 32 MiB at the first frees. Units then come from the heap, where tensors
+    # that live longer take parts of their memory, so that the next unit needs new memory: a step held twice its need.
+    with suppress(AttributeError):  # only glibc has this setting
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 class _Resharding:
