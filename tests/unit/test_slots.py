@@ -167,6 +167,7 @@ def test_trainer_of_slots_keeps_no_object_in_rays_store(monkeypatch: pytest.Monk
     assert named["callbacks"] == []
 
 
+KILLED, ENDED = "#!/bin/sh\nkill -9 $$", "#!/bin/sh\nexit 3"
 DIED = "The actor died unexpectedly before finishing this task.\n\tpid: 7\nWorker exit detail: End of file."
 CREATION = (
     "The actor died because of an error raised in its creation task, \x1b[36mray::S.__init__()\x1b[39m\nImportError: no"
@@ -208,13 +209,22 @@ def test_slot_names_the_cause_of_a_worker_that_ray_could_not_start(error: RayErr
         ("Traceback\nModuleNotFoundError: No module named 'ray'", "ModuleNotFoundError: No module named 'ray'"),
         ("Installed 12 packages in 3 s", ""),
         ("[2026 E] (raylet) an error of its own", ""),
+        (KILLED, "python was killed by signal 9, perhaps because memory ran out"),
+        (ENDED, "python has ended with exit code 3"),
+        ("#!/no/python", "python: No such file or directory"),
     ],
 )
 def test_slot_finds_what_a_program_that_cannot_run_has_written(
     lines: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "raylet.1.err").write_text(lines)
-    raylet = [sys.executable, "-c", "input()", "--node_id=of the actor"]
+    python = sys.executable
+    if lines.startswith("#!"):  # a Python of its own, which ends without a word
+        python, words, lines = str(tmp_path / "python"), lines, ""
+        Path(python).write_text(words)
+        Path(python).chmod(0o755)
+    command = f"--python_worker_command={python} worker.py"
+    raylet = [sys.executable, "-c", "input()", "--node_id=of the actor", command]
     monkeypatch.setattr(starting, "node_of", lambda actor: "of the actor")
     monkeypatch.setattr("time.time", lambda: 0.0)
     monkeypatch.setattr("ray.wait", Mock(side_effect=[([], ["pending"]), (["there"], [])]))
