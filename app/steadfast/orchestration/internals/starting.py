@@ -1,6 +1,7 @@
 """Causes of workers that Ray cannot start, or that end before they join."""
 
 import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -67,6 +68,9 @@ def _last_error(text: str) -> str:
 def _fault_of(command: list[str], environment: dict[str, str]) -> str:
     """Return why a node's Python ends without a word, or ""."""
     python, *words = command
+    # With the code of the run, which Ray adds to the path of a worker.
+    paths = environment.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")
+    environment = environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with contextlib.suppress(subprocess.TimeoutExpired):
         try:
             # It runs nothing, but has the words of a worker, because a wrapper may look at them.
