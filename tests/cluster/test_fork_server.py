@@ -138,7 +138,10 @@ def test_workers_of_a_cluster_are_forks_of_one_server_that_ends_with_the_raylet(
     script.write_text(WORKER)
     with subprocess.Popen(["sleep", "600"]) as raylet:
         environment = {**os.environ, "RAY_RAYLET_PID": str(raylet.pid), "RAY_JOB_ID": "01000000"}
-        command = [sys.executable, "-m", fork_worker.__name__, "--num-threads=1", str(script), "--node-id=0"]
+        start = [sys.executable, "-m", fork_worker.__name__, "--num-threads=1"]
+        other = subprocess.run([*start, "3.1", str(script)], env=environment, capture_output=True, text=True)
+        assert other.stderr.endswith(f"is Python {fork_worker.VERSION}, and the command has Python 3.1\n")
+        command = [*start, fork_worker.VERSION, str(script), "--node-id=0"]
         workers = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
         found = [json.loads(worker.communicate(timeout=120)[0]) for worker in workers]
         assert [each["forked"] for each in found] == [True] * 3

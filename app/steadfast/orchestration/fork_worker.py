@@ -24,7 +24,7 @@ STREAMS = "streams"  # key of a received request: descriptors of the standard st
 THREADS_OPTION = "--num-threads="  # of a worker of a cluster
 # The Python of a node's raylet, which is the parent of the shell that runs these words.
 _RAYLETS_PYTHON = r"tr '\0' '\n' < /proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\([^ ]*\).*/\1/p'"
-_VERSION = "{}.{}".format(*sys.version_info)
+VERSION = "{}.{}".format(*sys.version_info)
 _CONTEXT_OPTION, _LANGUAGE_OPTION = "--serialized-runtime-env-context=", "--language="
 _SIZE_BYTES = 8
 _ANSWER_S = 120.0  # time for the imports of the server on a busy machine
@@ -37,7 +37,7 @@ def python_of_cluster(num_threads: int) -> str:
         num_threads: number of threads for a worker's operations on the CPU.
     """
     # With -P no module of the user's working directory takes the place of one of Python's.
-    return f"$({_RAYLETS_PYTHON}) -P -m {__name__} {THREADS_OPTION}{num_threads} {_VERSION}"
+    return f"$({_RAYLETS_PYTHON}) -P -m {__name__} {THREADS_OPTION}{num_threads} {VERSION}"
 
 
 def _context_of(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -135,8 +135,8 @@ def _start_embedded(arguments: list[str]) -> int:
 def _start_on_cluster(num_threads: int, arguments: list[str]) -> int:
     """Start a worker from the arguments of `python_of_cluster` and Python, and wait for its end."""
     version, *arguments = arguments
-    if version != _VERSION:  # functions that the command has pickled would crash
-        sys.exit(f"error: {sys.executable} is Python {_VERSION}, and the command has Python {version}")
+    if version != VERSION:  # functions that the command has pickled would crash
+        sys.exit(f"error: {sys.executable} is Python {VERSION}, and the command has Python {version}")
     # A server serves the workers of one raylet and one version of the code.
     versions = f"{sys.executable} {os.environ.get('PYTHONPATH')} {num_threads}"
     address = f"steadfast-{os.environ[RAYLET_VARIABLE]}-{hashlib.sha256(versions.encode()).hexdigest()[:16]}"
