@@ -158,7 +158,10 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a file that a folder's index names. Raises ValueError if the name leads out of the folder."""
+    """Return the path of a file that a folder's index names.
+
+    Raises ValueError if the name leads out of the folder.
+    """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"its index names {name}, which is outside of the folder")
     if (folder / name).exists() and not (folder / name).is_file():

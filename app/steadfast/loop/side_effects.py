@@ -90,7 +90,7 @@ def gathered_writes(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _owners(model: nn.Module, task: Task | None) -> Iterator[tuple[str, object]]:
-    """Yield the modules of a model and of a task, and the task itself, each with the prefix of its attributes."""
+    """Yield a model's and a task's modules and the task, each with its attributes' prefix."""
     roots: list[tuple[str, Any]] = [(name_of(model), model)]
     own = task.unwrapped if isinstance(task, OwnTask) else task
     if hasattr(own, "__dict__"):

@@ -238,7 +238,7 @@ def _report_of_fork() -> bytes:
 
 
 def _run_worker(request: dict[str, Any]) -> None:
-    """Run the script of a worker in this process, with the settings of the program that has asked for the worker."""
+    """Run a worker's script here, with the settings of the program that asked for the worker."""
     for number, stream in enumerate(request[STREAMS]):
         os.dup2(stream, number)
         os.close(stream)

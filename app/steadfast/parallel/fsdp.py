@@ -116,7 +116,7 @@ class FullyShardedDataParallelism(Parallel):
         return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(names))
 
     def _axes(self) -> list[tuple[Axis, int, str]]:
-        """Return the axes of the mesh: each one's name, its size, and the end of its name in the mesh."""
+        """Return each axis of the mesh: name, size, and the end of its name in the mesh."""
         world = self._world
         axes: list[tuple[Axis, int, str]] = [("shard", world.shard_size, "")]
         if world.replicate > 1:

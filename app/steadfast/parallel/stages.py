@@ -1,4 +1,4 @@
-"""Outline of a model for a pipeline: its layers in the order of a forward, and which parameters lie around them.
+"""Outline of a model for a pipeline: its layers in order, and the parameters around them.
 
 A stage of a pipeline keeps some of the repeated layers (`blocks_of`). Only the hidden state, the first argument of each
 layer, passes from stage to stage. One forward of the whole model on a few samples shows whether this suffices; a model

@@ -106,7 +106,7 @@ def open_stream(store: Store, name: str) -> Stream:
 
 
 def sync(store: Store, name: str) -> None:
-    """Write a stream to the disk, so that its lines outlast a loss of power. A bucket needs no such call."""
+    """Write a stream to the disk, so that its lines outlast a loss of power."""
     if isinstance(store, LocalStore):
         with contextlib.suppress(OSError):
             store.sync(name)

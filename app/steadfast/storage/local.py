@@ -138,7 +138,7 @@ def _make_folder(path: Path) -> None:
 
 
 def sync_tree(path: Path, deep: bool = True) -> None:
-    """Write a file, or a folder and all that is in it, to the disk; without `deep` only the folder's names."""
+    """Write a file or a folder to the disk; without `deep` only the folder's names."""
     # The fsync of a file does not write its name to the disk, so the file could be missing after a loss of power.
     if deep and path.is_dir():
         for inner in path.iterdir():

@@ -135,7 +135,7 @@ class Recorder:
             self._write_as_planned(step)
 
     def _newest_figures(self, step: int) -> list[events.Log | events.Validation]:
-        """Return the newest figures up to `step`, in the order of steps. All figures would take long to read."""
+        """Return the newest figures up to `step`, in the order of steps."""
         found: dict[int, list[events.Log | events.Validation]] = {}
         for line in last_lines(self._directory.store, METRICS):
             log = events.parse_event(line)

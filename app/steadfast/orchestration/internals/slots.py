@@ -93,7 +93,7 @@ class _Slot:
 
 
 class NoBarrier:
-    """Stands for Ray's actor at which workers wait for each other. The actor would take two seconds of CPU."""
+    """Stands for Ray's actor at which workers wait, which would take two seconds of CPU."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked for by pickle
