@@ -1,5 +1,6 @@
 """Nodes come and go while the run goes on, also in pipelines and in layouts that change with them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,32 @@ def test_a_node_on_which_workers_die_at_once_gets_no_more_of_them(command: Comma
         assert placements(tmp_path).count(poisoned) == died_there == 3
         running.interrupt()
         assert running.wait().code == 3
+
+
+@pytest.mark.more
+def test_a_node_whose_python_cannot_run_is_named_and_the_others_train(
+    command: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"')
+    python.chmod(0o755)
+    with Bed(num_nodes=0) as bed:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(python))
+            broken = bed.add()
+        python.unlink()
+        words = FOR_EVER, f"cluster.address={bed.address}", "scaling.num_workers=[1,2]"
+        alone = command().start(*words).wait()
+        assert alone.code == 2
+        assert f"its program cannot run: {python}: No such file or directory" in alone.output
+
+        bed.add()
+        running = command().start(*words)
+        failure = running.wait_for_event("failure", node=broken)
+        assert failure["error"].endswith(f"its program cannot run: {python}: No such file or directory")
+        started = running.wait_for_event("attempt_started", world_size=1)
+        assert failure["time_s"] < started["time_s"] + 10
+        check_stopped(running)
 
 
 def placements(folder: Path) -> list[str]:

@@ -189,6 +189,8 @@ CREATION = (
             "oom",
             "Task was killed due",
         ),
+        (starting.NotStarted("its program cannot run: python: No such file"), "ours", "its program cannot run: python"),
+        (starting.NotStarted("python was killed by signal 9"), "worker", "python was killed by signal 9"),
         (ActorUnschedulableError("worker startup repeatedly failed"), "worker", "The actor is not schedulable: worker"),
     ],
 )

@@ -20,6 +20,7 @@ _LATE_S = 3.0  # time after which the cause is looked for why a worker has not s
 _ERROR = re.compile(r"error|exception|no such|not found|no module|denied|cannot|fail|killed|unable", re.IGNORECASE)
 _WORKER_COMMAND = "--python_worker_command="  # of a raylet
 _COLOR = re.compile(r"\x1b\[\d+m")
+_KILLED = "was killed by signal"
 _ENDED = "its process has ended: it was killed, perhaps because memory ran out, or has crashed"
 
 
@@ -78,7 +79,7 @@ def _fault_of(command: list[str], environment: dict[str, str]) -> str:
         except OSError as error:
             return f"{python}: {error.strerror}"
         if ended.returncode < 0:
-            return f"{python} was killed by signal {-ended.returncode}, perhaps because memory ran out"
+            return f"{python} {_KILLED} {-ended.returncode}, perhaps because memory ran out"
         if ended.returncode:
             return f"{python} has ended with exit code {ended.returncode}"
     return ""
@@ -93,6 +94,8 @@ def failure_to_start(error: RayError) -> FailureReport:
         kind, message, trace = FailureKind.EXCEPTION, lines[-1], text
     elif isinstance(error, OutOfMemoryError):
         kind = FailureKind.OUT_OF_MEMORY
+    elif isinstance(error, NotStarted) and _KILLED not in text:
+        kind = FailureKind.OURS  # the program would fail again, so the run ends if it fails on every node
     elif "Worker exit detail" in text:
         message = _ENDED
     return FailureReport(kind, 0, 0, message, trace)
