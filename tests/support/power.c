@@ -42,7 +42,8 @@ static const char *path_of(int at, const char *name, char *buffer) {
         if (name) snprintf(buffer + n, LONG - n, "/%s", name);
         else buffer[n] = 0;
     }
-    return strncmp(buffer, root, strlen(root)) ? NULL : buffer;
+    size_t n = strlen(root);
+    return strncmp(buffer, root, n) || (buffer[n] && buffer[n] != '/') ? NULL : buffer;
 }
 
 static void note(const char *verb, const char *path, const char *to, long offset, const void *data, size_t size) {

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +22,33 @@ class Operation(NamedTuple):
     data: bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class Inode:
-    """A file or folder: its content now, and at its last sync."""
+    """A file or a folder: its bytes and names now, and those at its last sync."""
 
     is_folder: bool = False
     now: bytes = b""
     safe: bytes = b""
+    names: "dict[str, Inode]" = field(default_factory=dict)
+    safe_names: "dict[str, Inode]" = field(default_factory=dict)
 
-    def content(self, model: str) -> bytes:
-        """Return what a loss of power leaves; the model "all" is that of a kill."""
+    def find(self, path: Path) -> "Inode | None":
+        """Return the inode of a path below this one, None if the path has been removed."""
+        found: Inode | None = self
+        for name in path.parts:
+            found = found.names.get(name) if found else None
+        return found
+
+    def write(self, place: Path, model: str) -> None:
+        """Write what a loss of power leaves; the model "all" is that of a kill."""
+        if not self.is_folder:
+            place.write_bytes(self._left(model))
+            return
+        place.mkdir()
+        for name, inode in (self.safe_names if model == "strict" else self.names).items():
+            inode.write(place / name, model)
+
+    def _left(self, model: str) -> bytes:
         if model == "all":
             return self.now
         if not self.now.startswith(self.safe):
@@ -46,52 +63,36 @@ class Recording:
     """Changes of files below a folder, in their order."""
 
     def __init__(self, log: Path, root: Path) -> None:
-        self._root = f"{root}/"
+        self._root = root
         self.operations = list(_read(log))
 
     def rebuild(self, count: int, model: str, target: Path) -> None:
         """Write to `target` what a loss of power after so many operations may leave."""
-        now: dict[str, Inode] = {}
-        safe: dict[str, Inode] = {}  # the names that have been synced
-        for verb, path, to, offset, data in self.operations[:count]:
-            inode = now.get(path)
-            if verb == "mkdir":
-                now[path] = Inode(is_folder=True)
-            elif verb in ("create", "truncate"):
-                inode = now.setdefault(path, Inode())
+        root = Inode(is_folder=True)
+        for verb, file, to, offset, data in self.operations[:count]:
+            path = Path(file).relative_to(self._root)
+            inode, folder = root.find(path), root.find(path.parent)
+            if verb in ("mkdir", "create", "truncate"):
+                assert folder is not None
+                inode = folder.names.setdefault(path.name, Inode(verb == "mkdir"))
                 if verb == "truncate":
                     inode.now = b""
+            elif inode is None or folder is None:
+                continue  # a file that was removed while open
             elif verb == "rename":
-                for name in [name for name in now if name == path or name.startswith(f"{path}/")]:
-                    now[to + name.removeprefix(path)] = now.pop(name)
+                new = Path(to).relative_to(self._root)
+                onto = root.find(new.parent)
+                assert onto is not None
+                onto.names[new.name] = folder.names.pop(path.name)
             elif verb == "remove":
-                now.pop(path, None)
-            elif inode is None:
-                _sync_names(path, now, safe, verb)
-            elif verb == "write":
-                inode.now = inode.now[:offset].ljust(offset, b"\0") + data + inode.now[offset + len(data) :]
-            elif verb == "resize":
-                inode.now = inode.now[:offset].ljust(offset, b"\0")
-            elif inode.is_folder:
-                _sync_names(path, now, safe, verb)
-            else:
-                inode.safe = inode.now
+                del folder.names[path.name]
+            elif verb == "sync":
+                inode.safe, inode.safe_names = inode.now, dict(inode.names)
+            else:  # write or resize
+                after = inode.now[offset + len(data) :] if verb == "write" else b""
+                inode.now = inode.now[:offset].ljust(offset, b"\0") + data + after
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        for path, inode in (safe if model == "strict" else now).items():
-            place = target / path.removeprefix(self._root)
-            if inode.is_folder:
-                place.mkdir(parents=True, exist_ok=True)
-            else:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(inode.content(model))
-
-
-def _sync_names(folder: str, now: dict[str, Inode], safe: dict[str, Inode], verb: str) -> None:
-    assert verb == "sync", verb
-    for path in [path for path in safe if os.path.dirname(path) == folder and path not in now]:
-        del safe[path]
-    safe.update((path, inode) for path, inode in now.items() if os.path.dirname(path) == folder)
+        root.write(target, model)
 
 
 def _read(log: Path) -> Iterator[Operation]:
@@ -107,7 +108,7 @@ def record(command: Sequence[str], root: Path, scratch: Path) -> Recording:
     source = Path(__file__).with_suffix(".c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", shim, source, "-ldl", "-lpthread"], check=True)
     python_path = os.pathsep.join([str(ROOT), str(ROOT / "app")])
-    variables = {"LD_PRELOAD": str(shim), "POWER_ROOT": f"{root}/", "POWER_LOG": str(log), "PYTHONPATH": python_path}
+    variables = {"LD_PRELOAD": str(shim), "POWER_ROOT": str(root), "POWER_LOG": str(log), "PYTHONPATH": python_path}
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     recording = Recording(log, root)
