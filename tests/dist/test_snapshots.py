@@ -58,7 +58,7 @@ def train(member: Member, attempt: int, members: list[int], nodes: str, steps: l
     """A world that takes snapshots of these steps, and then breaks."""
     world = joined(member, attempt, members, nodes)
     try:
-        snapshots = Snapshots(world, MEMORY, SHARDED, {"model": sharded(world, 0)})
+        snapshots = Snapshots(world, MEMORY, SHARDED, {"model": sharded(world, 0)}, BOUND)
         for step in steps:
             snapshots.take(step, {"model": sharded(world, step)})
             until = time.monotonic() + LONG_S
@@ -74,7 +74,7 @@ def recover(member: Member, attempt: int, members: list[int], skip: frozenset[in
     world = joined(member, attempt, members, "abcdefgh")
     try:
         state = sharded(world, -1)
-        snapshots = Snapshots(replace(world, amendments=Amendments(skip)), MEMORY, SHARDED, {"model": state})
+        snapshots = Snapshots(replace(world, amendments=Amendments(skip)), MEMORY, SHARDED, {"model": state}, BOUND)
         found = snapshots.find()
         if found is not None:
             snapshots.load(found, {"model": state})

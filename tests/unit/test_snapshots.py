@@ -85,7 +85,7 @@ def test_a_copy_waits_for_its_memory_and_the_next_one_is_due_by_the_time_of_the_
     world = form_world(dist.HashStore(), WorldRank(0, 1, 1), WorkerProcess(torch.device("cpu")))
     try:
         parallel = build_parallel(DdpConfig(), world, Precision(torch.device("cpu")))
-        snapshots = Snapshots(world, memory, parallel, state)
+        snapshots = Snapshots(world, memory, parallel, state, BOUND)
         assert not snapshots.wanted()
         memory.reserved.set()
         while not snapshots.wanted():
