@@ -18,7 +18,7 @@ from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import HeldState, flatten, sha256
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import DdpConfig
+from steadfast.config import DdpConfig, Every
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import arrange, build_parallel
 from steadfast.parallel.precision import Precision
@@ -32,6 +32,7 @@ from tests.support.reference import CPU
 from tests.support.small import small
 
 NO_STATE = -1
+BOUND = Every(30, "seconds")
 
 
 class Replica:

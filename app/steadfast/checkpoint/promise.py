@@ -69,6 +69,6 @@ class Promise:
     def _check(self) -> None:
         age = self._now() - self._newest
         if age > self._most and self.broken is None:
-            old = f"the newest copy in node memory is {age:.0f} {'steps' if self.in_steps else 'seconds'} old"
+            old = f"the newest copy in node memory is {age:.4g} {'steps' if self.in_steps else 'seconds'} old"
             text = f"checkpoint.lose_at_most={self._bound} is not kept: {self._why}; {old}"
             self.broken = Notice(event="copies_late", text=text, reason=self._why)
