@@ -24,7 +24,7 @@ _WORDS = [
     *("validation.every=null", "checkpoint.every=600 minutes", "recovery.max_failures=1000"),
 ]
 _LIMIT_S = 600.0
-_LATEST_S = 40.0  # of a kill, after the first step of its attempt
+_LATEST_S = 25.0  # of a kill, after the first step of its attempt
 
 
 def kill_at(running: Running, attempt: int, delay_s: float, rank: int) -> dict[str, Any]:
