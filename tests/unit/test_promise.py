@@ -146,3 +146,13 @@ def test_promise_is_kept_or_said_to_be_broken(durations: list[tuple[float, float
             began_s, arrives_s = clock.now_s, clock.now_s + copy_s
     if all(step_s <= 1.0 and copy_s <= 2.0 for step_s, copy_s in durations):
         assert made.broken is None
+
+
+def test_age_of_a_copy_counts_from_the_copied_state_and_not_from_the_end_of_the_copy() -> None:
+    made, clock = promise(10, "seconds")
+    made.begin_copy(1, last_is_whole=False)
+    clock.now_s += 4.0
+    made.complete_copy()
+    clock.now_s += 7.0
+    made.is_urgent()
+    assert made.broken is not None
