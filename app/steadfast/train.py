@@ -46,7 +46,7 @@ def train(runtime: Runtime, world: World, worker: WorkerState, directory: RunDir
     catalog = Catalog(directory.store, config.checkpoint)
     fingerprints = Fingerprints(worker.fingerprint, worker.base)
     checkpoints = Checkpoints(catalog, world, parallel, worker.writer, fingerprints)
-    snapshots = Snapshots(world, memory, parallel, state, "".join(fingerprints))
+    snapshots = Snapshots(world, memory, parallel, state, config.checkpoint.lose_at_most, "".join(fingerprints))
     timer.mark("built")
 
     # Restore the newest of a survivor's state, a copy in memory, a checkpoint and step 0, the same on every rank.

@@ -18,7 +18,7 @@ from steadfast.checkpoint.restore import restore
 from steadfast.checkpoint.snapshots import Snapshots
 from steadfast.checkpoint.state import HeldState, flatten, sha256
 from steadfast.checkpoint.writer import Writer
-from steadfast.config import DdpConfig
+from steadfast.config import DdpConfig, Every
 from steadfast.loop.worker_state import WorkerState
 from steadfast.parallel import arrange, build_parallel
 from steadfast.parallel.precision import Precision
@@ -32,6 +32,7 @@ from tests.support.reference import CPU
 from tests.support.small import small
 
 NO_STATE = -1
+BOUND = Every(30, "seconds")
 
 
 class Replica:
@@ -66,7 +67,7 @@ def meet(member: Member, attempt: int, held: list[int], leaves: int | None, path
         state = {"model": {"w": replica.weights}}
         parallel = ReplicatedParallelism(DdpConfig(), world, Precision(CPU))
         checkpoints = Checkpoints(Catalog(LocalStore(Path(path))), world, parallel, Writer(), Fingerprints(""))
-        snapshots = Snapshots(world, None, parallel, state)
+        snapshots = Snapshots(world, None, parallel, state, BOUND)
         restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots)
         return replica.step, float(replica.weights[0]), restored.source
     except (RuntimeError, PeerLost):
@@ -121,7 +122,7 @@ def come_back(
             if number == 1 and other == "hooks":
                 state["hooks"] = {"h": torch.zeros(1)}
             data = "others" if number == 1 and other == "data" else "data"
-            snapshots = Snapshots(world, memory, parallel, state, data)
+            snapshots = Snapshots(world, memory, parallel, state, BOUND, data)
             if number == 1:
                 restored = restore(state, replica.held, replica.load_initial, checkpoints, snapshots)
                 assert restored.source == "start" or float(replica.weights[0]) == restored.step
@@ -217,7 +218,7 @@ def digests_of(member: Member, attempt: int, folder: str, kind: str, size: int, 
             fill(state)
             checkpoints.save(7, state, {}, Outcome("finished", 7))
         else:
-            snapshots = Snapshots(world, None, parallel, state)
+            snapshots = Snapshots(world, None, parallel, state, BOUND)
             restored = restore(state, worker.held, worker.load_initial, checkpoints, snapshots)
             assert restored.step == 7
         return {part: sha256(tensors, world) for part, tensors in state.items()}

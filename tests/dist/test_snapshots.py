@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from steadfast.checkpoint.node_memory import ProcessMemory
 from steadfast.checkpoint.snapshots import Snapshots, backup_ranks
+from steadfast.config import Every
 from steadfast.parallel import Parallel
 from steadfast.parallel.dtensor import unsharded
 from steadfast.plan import Amendments
@@ -30,6 +31,7 @@ from tests.support.reference import CPU
 from tests.support.small import small
 
 NOTHING = frozenset[int]()
+BOUND = Every(30, "seconds")
 MEMORY = ProcessMemory()  # of each process
 SHARDED = cast(Parallel, SimpleNamespace(survivors_hold_all=False))
 LONG_S = 20.0
@@ -58,7 +60,7 @@ def train(member: Member, attempt: int, members: list[int], nodes: str, steps: l
     """A world that takes snapshots of these steps, and then breaks."""
     world = joined(member, attempt, members, nodes)
     try:
-        snapshots = Snapshots(world, MEMORY, SHARDED, {"model": sharded(world, 0)})
+        snapshots = Snapshots(world, MEMORY, SHARDED, {"model": sharded(world, 0)}, BOUND)
         for step in steps:
             snapshots.take(step, {"model": sharded(world, step)})
             until = time.monotonic() + LONG_S
@@ -74,7 +76,7 @@ def recover(member: Member, attempt: int, members: list[int], skip: frozenset[in
     world = joined(member, attempt, members, "abcdefgh")
     try:
         state = sharded(world, -1)
-        snapshots = Snapshots(replace(world, amendments=Amendments(skip)), MEMORY, SHARDED, {"model": state})
+        snapshots = Snapshots(replace(world, amendments=Amendments(skip)), MEMORY, SHARDED, {"model": state}, BOUND)
         found = snapshots.find()
         if found is not None:
             snapshots.load(found, {"model": state})
@@ -183,3 +185,73 @@ def test_what_is_left_on_one_node_is_written_to_storage_at_once(tmp_path: Path, 
     first, last = drilled.told("checkpoint", "step")[-2:]
     assert 6 < first <= 12
     assert last == 24
+
+
+def take_as_due(member: Member, attempt: int, bound: Every) -> tuple[list[int], int | None]:
+    """Return the steps whose copies are due, and the step that two ranks find; each copy is complete at its step."""
+    world = joined(member, attempt, [0, 1, 2], "abc")
+    taken: list[int] = []
+    try:
+        snapshots = Snapshots(world, MEMORY, SHARDED, {"model": sharded(world, 0)}, bound)
+        assert snapshots.promise is not None
+        snapshots.promise.begin(100)
+        for step in range(101, 112):
+            if snapshots.due(step):
+                taken.append(step)
+                snapshots.take(step, {"model": sharded(world, step)})
+                assert snapshots._copy is None
+        assert snapshots.promise.broken is None
+    finally:
+        world.groups.destroy()
+    return taken, recover(member, attempt + 1, [0, 1]) if member.number < 2 else None
+
+
+def test_bound_in_steps_is_kept_whatever_a_transfer_takes(gang: Gang) -> None:
+    due = [103, 106, 109]
+    assert gang.run(take_as_due, 300, Every(3, "steps")) == [(due, 109), (due, 109), (due, None)]
+
+
+def refuse(*_: Any) -> Any:
+    raise OSError("no memory")
+
+
+def lose_parts(member: Member, attempt: int, refusing: int) -> str:
+    """Return why the leader's promise is not kept, if the memory of one rank refuses all copies."""
+    world = joined(member, attempt, [0, 1, 2], "abc")
+    try:
+        snapshots = Snapshots(world, MEMORY, SHARDED, {"model": sharded(world, 0)}, Every(3, "steps"))
+        assert snapshots.promise is not None
+        with patch.object(ProcessMemory, "take", refuse if member.number == refusing else ProcessMemory.take):
+            for step in range(1, 10):
+                if snapshots.due(step):
+                    snapshots.take(step, {"model": sharded(world, step)})
+        broken = snapshots.promise.broken
+        return broken.line() if broken is not None else ""
+    finally:
+        world.groups.destroy()
+
+
+def test_leader_says_that_another_node_keeps_no_copy(gang: Gang) -> None:
+    said = gang.run(lose_parts, 310, 2)
+    assert said[0].startswith("checkpoint.lose_at_most=3 steps is not kept: a node did not keep its part of the last")
+
+
+@pytest.mark.parametrize(
+    ("words", "stated", "num_late"),
+    [
+        (["checkpoint.lose_at_most=2 steps"], ["the loss of a worker costs at most 2 steps of training"], 0),
+        (["checkpoint.lose_at_most=0.001 seconds"], ["the loss of a worker costs at most 0.001 seconds of train"], 2),
+        (["checkpoint.node_memory=false"], ["checkpoint.lose_at_most=30 seconds is not kept: no copies are made"], 0),
+        (["parallel.kind=ddp"], [], 0),
+    ],
+)
+def test_run_states_its_promise_once_and_each_attempt_that_it_is_not_kept(
+    tmp_path: Path, words: list[str], stated: list[str], num_late: int
+) -> None:
+    drilled = drill(small(tmp_path, "run.steps=12", "parallel.kind=fsdp", *words), worlds=[2, 2], leave_after=[5])
+    texts = [event["text"] for event in drilled.events if "lose_at_most" in event.get("text", "")]
+    late = drilled.told("copies_late", "text")
+    assert len(late) == num_late
+    assert all("a step takes too long" in text or "a copy takes too long" in text for text in late)
+    assert [text[: len(start)] for text, start in zip(texts, stated, strict=False)] == stated
+    assert len(texts) == len(stated) + num_late

@@ -145,6 +145,8 @@ BAD = [
     *[("run: {deterministic: true}\nscaling: {num_workers: 1}\nrecompute: {every: 1 step}\nparallel: " + parallel,
        "3: recompute.every: must be null without parallel.kind=ddp and parallel.reducer=steadfast, whose "
        "buckets it compares") for parallel in ("{kind: fsdp}", "{reducer: torch}")],
+    ("checkpoint: {lose_at_most: 1 epoch}", '1: checkpoint.lose_at_most: must be in seconds, minutes or steps, found '
+     '"1 epoch"'),
     ("logging: {weights_digest_every: 4}", "1: logging.weights_digest_every: must be a count and a unit"),
     ("logging: {weights_digest_every: 5 minutes}", "1: logging.weights_digest_every: must be in steps or epochs: by "
      "the clock two runs would"),

@@ -1,7 +1,10 @@
 """What a loss would cost in steps, and what copies in memory may take of it."""
 
+import math
 import threading
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,10 +14,12 @@ from steadfast.checkpoint.node_memory import Buffer, ProcessMemory
 from steadfast.checkpoint.snapshots import _TIME_SHARE, AtRisk, Snapshots, _Place, _refusal, backup_ranks
 from steadfast.config import DdpConfig, Every
 from steadfast.loop.trigger import Interval
-from steadfast.parallel import build_parallel
+from steadfast.parallel import Parallel, build_parallel
 from steadfast.parallel.precision import Precision
 from steadfast.world.groups import WorldRank
 from steadfast.world.runtime import WorkerProcess, form_world
+
+BOUND = Every(30, "seconds")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_a_copy_waits_for_its_memory_and_the_next_one_is_due_by_the_time_of_the_
     world = form_world(dist.HashStore(), WorldRank(0, 1, 1), WorkerProcess(torch.device("cpu")))
     try:
         parallel = build_parallel(DdpConfig(), world, Precision(torch.device("cpu")))
-        snapshots = Snapshots(world, memory, parallel, state)
+        snapshots = Snapshots(world, memory, parallel, state, BOUND)
         assert not snapshots.wanted()
         memory.reserved.set()
         while not snapshots.wanted():
@@ -93,6 +98,42 @@ def test_a_copy_waits_for_its_memory_and_the_next_one_is_due_by_the_time_of_the_
         taken = snapshots.take(1, state)
         assert taken.stall_s >= 0.2
         assert snapshots._next_s - time.monotonic() < 0.1 / _TIME_SHARE
+    finally:
+        world.groups.destroy()
+
+
+def test_copy_that_a_bound_needs_waits_neither_for_its_cost_nor_for_its_memory() -> None:
+    memory, state = Slow(), {"model": {"weight": torch.ones(4)}}
+    world = form_world(dist.HashStore(), WorldRank(0, 1, 1), WorkerProcess(torch.device("cpu")))
+    try:
+        parallel = cast(Parallel, SimpleNamespace(survivors_hold_all=False))
+        snapshots = Snapshots(world, memory, parallel, state, Every(0.5, "seconds"))
+        assert snapshots.promise is not None
+        snapshots.promise.begin(0)
+        assert not snapshots.wanted()  # its memory is being reserved, and nothing is urgent yet
+        time.sleep(0.3)
+        assert snapshots.wanted()
+        memory.reserved.set()
+        snapshots.take(1, state)
+        snapshots.done()
+        snapshots._next_s = math.inf  # as after a copy that was dear
+        assert not snapshots.wanted()
+        time.sleep(0.3)
+        assert snapshots.wanted()
+    finally:
+        memory.reserved.set()
+        world.groups.destroy()
+
+
+def test_validation_checkpoint_and_compilation_do_not_count_as_training_that_is_repeated() -> None:
+    world = form_world(dist.HashStore(), WorldRank(0, 1, 1), WorkerProcess(torch.device("cpu")))
+    try:
+        parallel = cast(Parallel, SimpleNamespace(survivors_hold_all=False))
+        snapshots = Snapshots(world, None, parallel, {"model": {}}, BOUND)
+        before_s = snapshots._trained_s() - time.monotonic()
+        for phase, seconds in {"validation": 100.0, "checkpoint": 20.0, "compile": 3.0, "snapshot": 1000.0}.items():
+            world.progress._spent[phase] += seconds
+        assert snapshots._trained_s() - time.monotonic() == pytest.approx(before_s - 123.0, abs=0.1)
     finally:
         world.groups.destroy()
 

@@ -4,7 +4,7 @@ Where the state of a whole step goes, and where the next attempt finds a state:
 
     state of a rank: model, optimizer, precision, hooks
       |  Snapshots.take, so often that copies take 1 % of the time; by one rank of each node, or, if the state is
-      |  sharded, by each rank of the first replica
+      |  sharded, by each rank of the first replica, and as often as `checkpoint.lose_at_most` needs it (Promise)
       +----> NodeMemory         buffers of a process outside of the workers; shards also go to another node
       |
       |  Checkpoints.save, when `checkpoint.every` is due; by the leader, or by each rank of the first replica

@@ -3,7 +3,7 @@
 A copy is cheap, so one is made every few seconds: the loss of all workers of a node costs the steps since the last copy
 instead of those since the last checkpoint. Each node has a copy of replicated state. Of sharded state each rank copies
 its own shards and sends the copy to another node too, which replaces a lost node's copy. If several replicas hold the
-same parts of a model, the first replica makes the copies.
+same parts of a model, the first replica makes the copies, more often if `checkpoint.lose_at_most` needs it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from steadfast.checkpoint.catalog import skipped_up_to
 from steadfast.checkpoint.memory_server import free_bytes
 from steadfast.checkpoint.node_memory import Buffer, Files, Label, NodeMemory, SnapshotId
+from steadfast.checkpoint.promise import Promise
 from steadfast.checkpoint.shards import (
     FileLayout,
     Request,
@@ -40,6 +41,7 @@ from steadfast.checkpoint.shards import (
     total_bytes,
 )
 from steadfast.checkpoint.state import HeldShards, State
+from steadfast.config import Every
 from steadfast.parallel import Parallel
 from steadfast.run.events import Notice, Snapshot
 from steadfast.storage import Read
@@ -139,12 +141,13 @@ class Snapshots:
     The constructor is a collective.
 
     Args:
+        bound: largest age of the newest copy of a sharded state.
         data: fingerprint of the dataset and of frozen parameters. Copies of another model or other data are ignored,
             because code may have changed since a command was killed.
     """
 
     def __init__(
-        self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State, data: str = ""
+        self, world: World, memory: NodeMemory | None, parallel: Parallel, state: State, bound: Every, data: str = ""
     ) -> None:
         self.refused: Notice | None = None  # why no copies are made, if memory is insufficient
         self.damaged: dict[int, str] = {}  # step -> why `find` has rejected its snapshot
@@ -168,6 +171,11 @@ class Snapshots:
         if memory is not None:
             self._origin = origin_of(data, state)
             self._begin(memory, state)
+        self.promise = None if self._replicated else Promise(bound, self._trained_s, self._on)
+
+    def _trained_s(self) -> float:
+        spent_s = self._world.progress.spent_s
+        return time.monotonic() - spent_s("validation") - spent_s("checkpoint") - spent_s("compile")
 
     def _begin(self, memory: NodeMemory, state: State) -> None:
         memory.give_back()  # buffers of a copy that the end of the last attempt has interrupted
@@ -206,15 +214,16 @@ class Snapshots:
             self._reserving = memory.reserve(num_bytes, num_buffers)
 
     def due(self, step: int) -> bool:
-        # Never due by step: the interval depends on measured time, so only the leader requests a copy.
-        return False
+        # Any other interval depends on measured time, so only the leader requests a copy.
+        return self._on and self.promise is not None and self.promise.due(step)
 
     def wanted(self) -> bool:
         self._receive()
-        if self._requested or self._copy is not None or not self._on or time.monotonic() < self._next_s:
+        urgent = self._on and self.promise is not None and self.promise.is_urgent()
+        # A copy waits for memory that is still being reserved.
+        early = time.monotonic() < self._next_s or (self._reserving is not None and self._reserving.is_alive())
+        if self._requested or self._copy is not None or not self._on or (early and not urgent):
             return False
-        if self._reserving is not None and self._reserving.is_alive():
-            return False  # training would wait for it
         self._requested = True
         return True
 
@@ -231,7 +240,7 @@ class Snapshots:
         self._world.progress.enter("snapshot")
         began_s = time.monotonic()
         self._receive()
-        if not self._may_begin():
+        if not self._may_begin(step):
             return None
         snapshot = SnapshotId(step, self._world.attempt, self._world.replica_size)
         self._lost = False
@@ -266,6 +275,8 @@ class Snapshots:
         if self._group is not None:
             self._send(copy, num_bytes, self._group)
         self._receive()
+        if self.promise is not None and self.promise.in_steps:
+            self._finish()  # the transfer may take longer than the steps of the bound
         # The interval follows from the measured stall, so that copies take the same share of the time for any model.
         stall_s = time.monotonic() - began_s
         self._next_s = time.monotonic() + (stall_s - once_s) / _TIME_SHARE
@@ -290,9 +301,9 @@ class Snapshots:
     def _layout(self, state: State) -> FileLayout:
         return FileLayout.of(shards_to_write(state, self._world))
 
-    def _may_begin(self) -> bool:
+    def _may_begin(self, step: int) -> bool:
         """Return whether no copy is in progress, after recording completed ones."""
-        if self._replicated:
+        if self.promise is None:
             # A copy of a former world counts, so that `keep` does not release it before there is a newer one.
             if self._whole is None:
                 self._whole = max((label.snapshot for label in self._stored().values()), default=None)
@@ -302,8 +313,9 @@ class Snapshots:
         control = self._world.groups.control
         if any_rank(self._copy is not None, control):
             return False
-        if not any_rank(self._made is None, control):
+        if is_whole := not any_rank(self._made is None, control):
             self._whole = self._made
+        self.promise.begin_copy(step, is_whole)
         self._made = None
         return True
 
@@ -357,8 +369,10 @@ class Snapshots:
             self._lost = True
         if not self._lost:
             self._made = copy.snapshot
-            if self._replicated:
+            if self.promise is None:
                 self._whole = copy.snapshot
+            else:
+                self.promise.complete_copy()
 
     def at_risk(self, step: int, committed: int) -> AtRisk:
         """Return the steps at risk, with a checkpoint of step `committed`."""

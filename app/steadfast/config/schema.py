@@ -470,6 +470,10 @@ class CheckpointConfig(Section):
     node_memory: bool = True
     """also keep the newest state in each node's memory, outside of the workers, so that the death of all workers costs
     seconds. Copies take about one per cent of the time, and at most twice the state's size of each node's memory"""
+    lose_at_most: Interval = Every(30, "seconds")
+    """most training, in seconds, minutes or steps, that is repeated after the loss of a worker whose part no other one
+    holds, as under fsdp: the largest age of copies in node memory, whatever they cost. Training waits for the copies of
+    a bound in steps. Raise it if copies take too much of the time"""
     trainable_only: bool = False
     """leave out frozen parameters; a resume must get the same ones from the model's target or from run.init_from"""
     keep_last: PositiveInt = 3
@@ -478,6 +482,13 @@ class CheckpointConfig(Section):
     """also keep one checkpoint for every N steps, which is never deleted"""
     keep_best: KeepBestConfig | None = None
     """also keep the checkpoint with the best validation; a checkpoint then follows each validation"""
+
+    @field_validator("lose_at_most")
+    @classmethod
+    def a_loss_is_counted_in_steps_or_time(cls, bound: Every) -> Every:
+        if bound.unit == "epochs":
+            raise ValueError("must be in seconds, minutes or steps")
+        return bound
 
 
 class LoggingConfig(Section):

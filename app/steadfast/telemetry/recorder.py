@@ -85,8 +85,8 @@ class Recorder:
     def begin(self, plan: Plan, restored: Restored, timer: StartupTimer, snapshots: Snapshots) -> None:
         """Record the start of the attempt, before its first step.
 
-        The leader publishes the restored state, damaged copies, refused snapshots, and facts about model and GPUs that
-        affect the run.
+        The leader publishes the restored state, damaged copies, refused snapshots, the promise about a sharded state,
+        and facts about model and GPUs that affect the run.
         """
         self._plan = plan
         self._ledger = Ledger(self._directory.store, self._world.attempt, plan, self._world.leader)
@@ -94,6 +94,8 @@ class Recorder:
         self._started = restored, timer
         self._profiler.begin(restored.step)
         self._snapshots = snapshots
+        if snapshots.promise is not None:
+            snapshots.promise.begin(restored.step)
         early, self._early = self._early or (), None
         if not self._world.leader:
             return
@@ -111,6 +113,8 @@ class Recorder:
         timer.measure_detection(self._directory)
         if snapshots.refused is not None:
             self._publish(snapshots.refused)
+        if snapshots.promise is not None:
+            self._notify_once(snapshots.promise.stated)
         self._tell_of_numerics()
         self._tell_of_nothing_to_compare()
         # Trackers drop the figures of earlier attempts from the first step on, which is only known now.
@@ -243,6 +247,8 @@ class Recorder:
             self._runtime.publish(profile.of_attempt(self._world.attempt))
         for event in self._worker.compiled.news():
             self._publish(event)
+        if self._snapshots is not None and (promise := self._snapshots.promise) and promise.broken is not None:
+            self._tell_once(promise.broken)
         if self._started is not None:
             restored, timer = self._started
             self._started = None
@@ -399,8 +405,9 @@ class Recorder:
             self._tell_once(event)
 
     def _tell_once(self, event: events.Event) -> None:
-        if event.name not in self._told_once:
-            self._told_once.add(event.name)
+        name = event.event if isinstance(event, events.Notice) else event.name
+        if name not in self._told_once:
+            self._told_once.add(name)
             self._publish(event)
 
     def checkpoints(self, news: list[events.Event]) -> None:
