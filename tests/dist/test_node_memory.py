@@ -135,6 +135,27 @@ def test_two_buffers_are_enough_for_ever(name: str) -> None:
     assert memory.held_bytes() == 10 * NUM_BYTES
 
 
+def test_memory_takes_no_buffers_twice_when_an_attempt_ends_before_they_are_mapped(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, mapping, released = memory_of(name), threading.Event(), threading.Event()
+    map_buffer = SharedMemory._map
+
+    def map_late(self: SharedMemory, *arguments: Any) -> torch.Tensor:
+        mapping.set()
+        assert released.wait(30)
+        return map_buffer(self, *arguments)
+
+    monkeypatch.setattr(SharedMemory, "_map", map_late)
+    memory.reserve(NUM_BYTES, 2)
+    assert mapping.wait(30)
+    memory.give_back()  # the next attempt begins
+    memory.reserve(NUM_BYTES, 2)
+    threading.Timer(0.5, released.set).start()
+    memory.take(NUM_BYTES)
+    assert memory.held_bytes() == 2 * NUM_BYTES
+
+
 def test_it_ends_when_nobody_has_come_for_so_long(name: str) -> None:
     memory = memory_of(name, linger_s=1.0)
     fill(memory, OLD)

@@ -322,13 +322,36 @@ def test_the_command_imports_nothing_that_the_run_names_unless_it_is_told_to(
     assert main(0.0, ["audit", uri, "--trust-code"]) == 0
 
 
+@pytest.mark.parametrize("in_mixture", [False, True])
+def test_audit_reads_no_data_that_the_run_names_without_consent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, in_mixture: bool
+) -> None:
+    monkeypatch.setattr("steadfast.data.shard_files.runs_root", lambda: tmp_path / "reader")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "a.jsonl").write_text('{"x": 1}\n' * 61)
+    section, key = f"kind: jsonl, path: {tmp_path}/shards", "data.path"
+    if in_mixture:
+        section, key = f"kind: mixture, sources: [{{{section}}}, {{kind: text}}]", "data.sources.0.path"
+    text = RUN.replace("target: 'tests.support.small:Tokens'", section)
+    config = parse_config(text).data
+    written = Written(tmp_path / "run", text, extent=Extent.of(build_dataset(config, keeps_indices=False)))
+    written.attempt(1, 1, 3)
+    before = sorted(tmp_path.rglob("*"))
+    said = printed(capsys, "audit", written.uri, code=2).err
+    assert f"error: {key} {tmp_path}/shards: the run's config.yaml names these data, and the command would read" in said
+    assert f"steadfast audit {written.uri} --trust-code" in said
+    assert main(0.0, ["audit", written.uri, "--trust-code"]) == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_without_the_dataset_its_length_will_do(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
     run.directory.store.delete("events.jsonl")
     run.directory.record(Rollback(attempt=2, steps=(9,), cause="loss nan"))
     run.directory.write_config(
         parse_config(RUN.replace("target: 'tests.support.small:Tokens'", "path: gone, kind: tokens"))
     )
-    assert main(0.0, ["audit", run.uri]) == 2
+    assert "Or give the length" in printed(capsys, "audit", run.uri, code=2).err
+    assert main(0.0, ["audit", run.uri, "--trust-code"]) == 2
     assert "If the data are not available here, give the length of the dataset: --samples N" in capsys.readouterr().err
     assert json.loads(printed(capsys, "audit", run.uri, "--samples", "61", "--json").out)["steps"] == 13
 

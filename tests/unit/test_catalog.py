@@ -193,6 +193,18 @@ def test_catalog_finds_no_half_deleted_checkpoint_when_its_command_is_killed(
     assert [found for found in catalog.steps() if catalog.manifest(found)] == [7, 5]
 
 
+def test_catalog_reads_only_the_new_manifest_when_it_retires(store: MemoryStore) -> None:
+    catalog = Catalog(store, CheckpointConfig(keep_last=1, keep_every=10))
+    for step in range(10, 60, 10):
+        newest = commit(catalog, step)
+        store.operations.clear()
+        catalog.retire(newest, NOTHING, go_on)
+        assert [name for verb, name in store.operations if verb == "read"] == [f"{path_of(step)}/manifest.json"]
+    # Steps left out since then count against known manifests too, and a rewritten checkpoint is read again.
+    catalog.retire(commit(catalog, 50, (40,)), frozenset({40}), go_on)
+    assert catalog.steps() == [50, 30, 20, 10]
+
+
 def test_who_is_told_to_stop_deletes_nothing_more(catalog: Catalog) -> None:
     for step in (3, 5, 7):
         newest = commit(catalog, step)

@@ -29,6 +29,14 @@ def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
     directory.check_shared()
 
 
+def test_summary_that_storage_refuses_names_its_file_and_a_remedy(directory: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "run" / "summary.json" / "in the way").mkdir(parents=True)
+    with pytest.raises(
+        StorageError, match=r"summary\.json cannot be written: .*\. Make room or remove what is in the way"
+    ):
+        directory.write_summary({"status": "finished", "step": 1, "metrics": {}})
+
+
 def test_stored_configuration_with_renamed_and_removed_keys_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         "run: {exact: true}\nrecovery: {stall_s: 7, mode: auto}\naudit: {recompute: 5 steps}\n"

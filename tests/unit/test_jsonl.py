@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from steadfast.errors import StorageError
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import FileStream, SegmentStream, last_lines, read_lines
 from tests.support.memory_store import MemoryStore
@@ -35,6 +36,12 @@ def test_what_does_not_fit_goes_before_the_next_lines(tmp_path: Path) -> None:
     disk.room = 100
     stream.write([{"n": 4}])
     assert disk.data.splitlines() == [b'{"n":1}', b'{"n":2}', b'{"n":3}', b'{"n":4}']
+
+
+def test_stream_that_cannot_be_opened_names_its_file_and_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    with pytest.raises(StorageError, match=r"lines cannot be written: Is a directory\. Make room or remove what"):
+        FileStream(tmp_path / "lines")
 
 
 @pytest.mark.parametrize("left", [b'{"n":1}\n{"n":', b'{"n":1}\n{"n":2}', b'{"n":1}\n'])

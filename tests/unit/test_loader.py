@@ -142,6 +142,13 @@ def test_an_exception_names_the_samples(dataset: Any, fields: dict[str, Any], no
     assert described(raised.value).endswith(f"; {note}")
 
 
+def test_batch_without_room_in_shared_memory_names_a_remedy() -> None:
+    error = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+    loader = loader_of(Broken(error), validation_fraction=0.0, order="sequential")
+    with pytest.raises(DataError, match=r"/dev/shm had no room .* while reading sample 7 \(epoch 1\): enlarge it"):
+        list(loader.steps(microbatches(0, 8, 4)))
+
+
 def test_a_validation_sample_and_a_later_epoch_are_named_as_such() -> None:
     loader = loader_of(Broken(ValueError("no image")), order="sequential", validation_fraction=0.0)
     with pytest.raises(ValueError, match="no image") as raised:

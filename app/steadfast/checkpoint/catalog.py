@@ -39,6 +39,8 @@ class Catalog:
 
     store: Store
     retention: CheckpointConfig = field(default_factory=CheckpointConfig)  # which checkpoints `retire` keeps
+    # Manifests that `retire` has read, by step. Otherwise its reads would grow with the number of kept checkpoints.
+    _known: dict[int, Manifest] = field(default_factory=dict, compare=False, repr=False)
 
     def location(self, step: int) -> str:
         """Return the path or URI of a checkpoint, for messages."""
@@ -143,6 +145,7 @@ class Catalog:
         """Make the folder a checkpoint, and end any quarantine."""
         for stream in (STEPS, EVENTS):
             sync(self.store, stream)  # a checkpoint means nothing without the lines before it
+        self._known.pop(manifest.step, None)
         self.store.delete(f"{path_of(manifest.step)}{_MARK}")
         self.store.commit(f"{path_of(manifest.step)}/{_MANIFEST}", manifest.dump())
 
@@ -171,15 +174,17 @@ class Catalog:
             manifests[step] = None
             with contextlib.suppress(Damaged, StorageError):
                 # A manifest of another version is unknown to this program, so its checkpoint counts as uncommitted.
-                manifests[step] = manifest = self.manifest(step)
+                manifests[step] = manifest = self._known.get(step) or self.manifest(step)
                 # A checkpoint that contains the update of a step left out since then is useless.
                 if manifest and manifest.skipped == skipped_up_to(step, skip):
                     valid.append(manifest)
+                    self._known[step] = manifest
         keep = {newest.step, *steps_to_keep(self.retention, valid, skip)}
         outdated = []
         for step, found in manifests.items():
             # A step without a manifest was never committed; if it is newer, it is still being written.
             if step not in keep and (found or step < newest.step):
+                self._known.pop(step, None)
                 # The manifest goes first, so that a half-deleted checkpoint never looks complete.
                 outdated.append([f"{path_of(step)}/{_MANIFEST}", path_of(step)])
         leftovers = []

@@ -292,7 +292,8 @@ class Checkpoints:
         if not self._writer.wait(lambda: self.world.progress.mark("checkpoint"), limit_s):
             raise StorageError(
                 f"the checkpoint of step {self._newest} could not be written to {self._catalog.store.uri} in "
-                f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}"
+                f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}. Make room or remove the cause "
+                "there, and give the command again"
             )
 
     # The writer's thread calls the following public methods, in this order, and repeats them if storage refuses. So

@@ -74,7 +74,7 @@ class NodeMemory(Protocol):
     def reserve(self, num_bytes: int, count: int) -> threading.Thread | None:
         """Allocate `count` buffers, if possible, and return the thread that does it.
 
-        None means that no thread is needed. No buffer may be taken before the thread has ended.
+        None means that no thread is needed. `take` waits for the thread.
         """
         ...
 
@@ -183,8 +183,11 @@ class SharedMemory:
         self._device = device
         self._connection: socket.socket | None = None
         self._mapped: dict[int, tuple[int, Tensor]] = {}  # number -> inode and mapped memory
+        self._reserving: threading.Thread | None = None
 
     def take(self, num_bytes: int) -> Buffer:
+        if self._reserving is not None:
+            self._reserving.join()
         answer, descriptor = self._ask({"verb": "take", "bytes": num_bytes, "mapped": list(self._mapped)}, num_bytes)
         # Linux frees memory only when no process maps it, so buffers that the server has closed are unmapped.
         for gone in self._mapped.keys() - set(answer["there"]):
@@ -196,17 +199,21 @@ class SharedMemory:
         # A separate connection, because the training thread uses the other one.
         asking = SharedMemory(self._name, 0, 0.0)
         asking._arguments = self._arguments
+        former = self._reserving
 
         def make_room() -> None:
+            # The thread of an ended attempt holds buffers that this one can use.
+            if former is not None:
+                former.join()
             with contextlib.suppress(OSError):
                 for _ in range(count):
                     answer, descriptor = asking._ask({"verb": "take", "bytes": num_bytes}, num_bytes)
                     self._map(int(answer["buffer"]), descriptor, answer["bytes"])
             asking.close()  # the server then frees the taken buffers
 
-        thread = threading.Thread(target=make_room, daemon=True, name="reserve")
-        thread.start()
-        return thread
+        self._reserving = threading.Thread(target=make_room, daemon=True, name="reserve")
+        self._reserving.start()
+        return self._reserving
 
     def commit(self, buffer: Buffer, label: Label) -> None:
         if buffer.number is not None:

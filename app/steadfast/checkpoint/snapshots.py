@@ -262,8 +262,6 @@ class Snapshots:
             layout = self._layout(state)
             num_bytes = layout.num_bytes
             taking_s = time.monotonic()
-            if self._reserving is not None:
-                self._reserving.join()
             try:
                 copy.own = self._memory.take(num_bytes)
             except OSError as error:

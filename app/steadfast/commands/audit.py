@@ -86,10 +86,18 @@ def _extent(directory: RunDirectory, config: Config, options: Namespace) -> "Ext
             return Extent(sum(extent.num_samples for extent in extents), None, extents if sources else ())
     # A run of an earlier release, or a run before its first step, has no event with the length.
     by_length = "" if has_blocks or sources else "give the length of the dataset: --samples N"
-    keys = ["data.target", *(f"data.sources.{number}.target" for number in range(len(sources)))]
-    check_trusted(options, config.targets(), keys, by_length and f". Or {by_length}")
+    sections = {"data": config.data, **{f"data.sources.{number}": source for number, source in enumerate(sources)}}
+    otherwise = by_length and f". Or {by_length}"
+    check_trusted(options, config.targets(), [f"{key}.target" for key in sections], otherwise)
+    places = {}
+    for key, section in sections.items():
+        for name in ("path", "source"):
+            place = getattr(section, name, "python-docs")
+            if place != "python-docs":
+                places[f"{key}.{name}"] = place
+    check_trusted(options, places, places, otherwise, "these data, and the command would read them")
     try:
-        return Extent.of(build_dataset(config.data))
+        return Extent.of(build_dataset(config.data, keeps_indices=False))
     except DataError as error:
         remedy = by_length and f". If the data are not available here, {by_length}"
         raise UsageError(f"{error}{remedy}") from error

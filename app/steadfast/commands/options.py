@@ -97,30 +97,37 @@ def unknown_verb(word: str) -> UsageError:
 
 def add_trust_argument(parser: ArgumentParser) -> None:
     """Add --trust-code."""
-    trust = "run the code that RUN's config.yaml names, as the current user; only for runs that you trust"
+    trust = "run the code and read the data that RUN's config.yaml names, as you; only for runs that you trust"
     parser.add_argument("--trust-code", action="store_true", help=trust)
 
 
-def check_trusted(options: Namespace, targets: Mapping[str, str], keys: Iterable[str], otherwise: str = "") -> None:
-    """Check that the command may import code of a run's configuration.
+def check_trusted(
+    options: Namespace,
+    targets: Mapping[str, str],
+    keys: Iterable[str],
+    otherwise: str = "",
+    use: str = "this code, and the command would import and run it",
+) -> None:
+    """Check that the command may use code or data that a run's configuration names.
 
-    Every user who can write the run directory can choose that code. The code would run with the rights of the user who
-    reads the run.
+    Every user who can write the run directory can choose these. They are used with the rights of the user who reads
+    the run.
 
     Args:
         options: the options of the command.
-        targets: the user's code in the configuration of the run, by key.
-        keys: the keys of code that the command would import.
+        targets: the user's code, or the places of data, in the configuration of the run, by key.
+        keys: the keys of those that the command would use.
         otherwise: text with another remedy.
+        use: what they are, and what the command would do.
 
     Raises:
-        UsageError: the configuration names such code, and the command lacks --trust-code.
+        UsageError: the configuration has such a key, and the command lacks --trust-code.
     """
     named = [f"{key} {target}" for key, target in targets.items() if key in keys]
     if named and not options.trust_code:
         again = shlex.join([*options.arguments, "--trust-code"])
         raise UsageError(
-            f"{', '.join(named)}: the run's config.yaml names this code, and the command would import and run it. "
+            f"{', '.join(named)}: the run's config.yaml names {use}. "
             f"If you trust every user who can write the run directory: steadfast {again}{otherwise}"
         )
 

@@ -155,10 +155,11 @@ def positions_in_documents(ends: Tensor) -> Tensor:
     return places - begins
 
 
-def build_dataset(config: Source, key: str = "data") -> Dataset:
+def build_dataset(config: Source, key: str = "data", keeps_indices: bool = True) -> Dataset:
     """Build the dataset of the section at `key`.
 
-    Raises DataError if the data is unreadable, empty or too short.
+    With `keeps_indices`, new indices of shards are stored. Raises DataError if the data is unreadable, empty or too
+    short.
     """
     match config:
         case TextSource():
@@ -174,10 +175,12 @@ def build_dataset(config: Source, key: str = "data") -> Dataset:
             # Importing pyarrow takes half a second, which a run without shards does not need.
             from steadfast.data.shard_files import Shards
 
-            return Shards(config, key)
+            return Shards(config, key, keeps_indices)
         case MixtureSource():
             sources = enumerate(config.sources)
-            return Mixture([build_dataset(source, f"{key}.sources[{number}]") for number, source in sources])
+            return Mixture(
+                [build_dataset(source, f"{key}.sources[{number}]", keeps_indices) for number, source in sources]
+            )
     return _checked(build_target(config, key), config.target)
 
 

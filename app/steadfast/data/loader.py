@@ -40,7 +40,8 @@ _NUM_NAMED = 8  # samples that a message names
 _TEXT_BYTES = 512
 _FINGERPRINT = "fingerprint"  # item of the DataLoader that asks for it
 _DEATH_NEWS_S = 0.5  # time until the end of a loader process is known
-_LACK = ", perhaps for lack of memory: use fewer data.num_workers, or smaller samples"
+_LACK = ", perhaps for lack of memory or room in /dev/shm: use fewer data.num_workers, or smaller samples"
+_NO_ROOM = "enlarge it (in a container: --shm-size=8g), or use fewer data.num_workers or smaller samples"
 _NOT_STARTED = (
     "a loader process ended as it started. Its own error is above. Without one, call fit under "
     '`if __name__ == "__main__":`, because a loader process imports the main module, or set data.num_workers=0'
@@ -317,6 +318,8 @@ class _Microbatches:
             # traceback.
             return error
         except (Exception, SystemExit) as error:
+            if "unable to allocate shared memory" in str(error):
+                return DataError(f"/dev/shm had no room for a batch {self.reading}: {_NO_ROOM}")
             # SystemExit would end a loader process without reporting the exception.
             raised = as_exception(error)
             raised.add_note(self.reading)

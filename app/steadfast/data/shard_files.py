@@ -52,6 +52,7 @@ class Shards:
     Args:
         config: the section.
         key: of the section, for messages.
+        keeps_indices: whether new indices are stored.
 
     Attributes:
         is_augmented: as in `Dataset`.
@@ -64,7 +65,8 @@ class Shards:
 
     is_augmented = False
 
-    def __init__(self, config: ShardsSource, key: str) -> None:
+    def __init__(self, config: ShardsSource, key: str, keeps_indices: bool = True) -> None:
+        self._keeps_indices = keeps_indices
         self._config = config
         self._key = key
         self._format = FORMATS[config.kind](config, key)
@@ -276,9 +278,10 @@ class Shards:
             index: ShardIndex = self._repeated(lambda: self._make_index(name))
         except OSError as error:
             raise DataError(f"{self._key}: {name} cannot be read: {self._unreachable(error)}") from error
-        content = io.BytesIO()
-        np.savez(content, **index._asdict())
-        indices.commit(place, content.getvalue())
+        if self._keeps_indices:
+            content = io.BytesIO()
+            np.savez(content, **index._asdict())
+            indices.commit(place, content.getvalue())
         return index
 
     def _make_index(self, name: str) -> ShardIndex:

@@ -47,7 +47,8 @@ def start_or_resume(
         if error.filename:
             what = f"{error.filename}: {what}"
         raise StorageError(
-            f"{directory.uri} cannot be used: {what}. Remove what is in the way there, or choose another run.name"
+            f"{directory.uri} cannot be used: {what}. Make room or remove what is in the way there, or choose another "
+            "run.name"
         ) from error
 
 

@@ -255,10 +255,7 @@ class RunDirectory:
 
     def write_microbatch_size(self, size: int) -> None:
         """Record the run's microbatch size. Raises StorageError."""
-        try:
-            write_json(self.store, _MICROBATCH, {"microbatch_size": size})
-        except OSError as error:
-            raise StorageError(f"{self / _MICROBATCH} cannot be written: {error.strerror or error}") from error
+        self._write(_MICROBATCH, {"microbatch_size": size})
 
     def batch(self, batch: BatchConfig) -> BatchConfig:
         """Return the section `batch` with the chosen microbatch size.
@@ -282,9 +279,17 @@ class RunDirectory:
         return None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
+        """Record that the run has ended. Raises StorageError."""
         for stream in (STEPS, EVENTS, METRICS):
             sync(self.store, stream)  # nothing repairs the lines of a finished run
-        write_json(self.store, _SUMMARY, summary)
+        self._write(_SUMMARY, summary)
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        try:
+            write_json(self.store, name, value)
+        except OSError as error:
+            reason = f"{error.strerror or error}. Make room or remove what is in the way there"
+            raise StorageError(f"{self / name} cannot be written: {reason}, and give the command again") from error
 
     def delete_summary(self) -> None:
         """Delete the summary, because the run continues."""

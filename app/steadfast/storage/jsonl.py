@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from steadfast.errors import StorageError
 from steadfast.storage import LocalStore, Store
 
 Line = dict[str, Any]
@@ -19,13 +20,23 @@ _LARGEST_S = 2.5e11  # the year 9891; no calendar shows later times
 
 
 class FileStream:
-    """Stream in a file on a disk."""
+    """Stream in a file on a disk.
+
+    Raises StorageError if the file cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
-        # The file is unbuffered, so that written lines are in the file even if this process is killed next.
-        self._file = path.open("ab", buffering=0)
-        # A line that the last writer left unfinished gets an end first. Otherwise the next line would be spoiled too.
-        last_byte = LocalStore(path.parent).read(path.name, -1)
+        try:
+            # The file is unbuffered, so that written lines are in the file even if this process is killed next.
+            self._file = path.open("ab", buffering=0)
+            # A line that the last writer left unfinished gets an end first. Otherwise the next line would be spoiled
+            # too.
+            last_byte = LocalStore(path.parent).read(path.name, -1)
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be written: {error.strerror or error}. Make room or remove what is in the way there, "
+                "and give the command again"
+            ) from error
         self._backlog = b"" if last_byte in (b"", b"\n") else b"\n"
 
     def write(self, lines: Iterable[Line]) -> None:
