@@ -117,6 +117,29 @@ def test_a_damaged_checkpoint_is_refused_and_another_step_may_be_chosen(
     assert float(torch.load(run / "five.pt")["0.weight"][0, 0]) == 5.0
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("weights.safetensors", "safetensors"), ("weights.pt", "pt"), ("dcp", "dcp")]
+)
+def test_an_export_deletes_the_files_of_a_killed_one(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    words = ["export", run, "--out", out, "--format", kind]
+    with monkeypatch.context() as killed:  # which deletes nothing
+        killed.setattr("shutil.rmtree", lambda *_, **__: None)
+        killed.setattr("steadfast.commands.export.sync_tree", lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            command(*words)
+    [left] = out.parent.iterdir()
+    for folder in (left, left / name):
+        if folder.is_dir():
+            (folder / "model-00002-of-00002").touch()  # as of another model
+    assert command(*words) == 0
+    assert [*out.parent.iterdir()] == [out]
+    assert not [*out.parent.rglob("model-*")]
+
+
 def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "doctor", run).out.startswith("step 9: good | ")
     damage(run)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -99,6 +100,54 @@ def test_an_interrupted_command_goes_on(tmp_path: Path, tokenizer: Path, monkeyp
     assert run(files[0], "--tokenizer", tokenizer, "--out", "tokens.bin") == 2, "other files"
     assert run(*files, "--tokenizer", tokenizer, "--out", "tokens.bin") == 0
     assert np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist() == expected(tokenizer, PAGES[:30])
+
+
+def test_tokenize_goes_on_after_a_loss_of_power(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is on the disk is left of the files at any record."""
+    words = [write(tmp_path / "a.jsonl", PAGES[:6]), "--tokenizer", tokenizer, "--out", "tokens.bin"]
+    monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(tokenize, "_PROGRESS_S", -1.0)
+    on_disk: dict[int, bytes] = {}  # by inode
+    states: list[dict[str, bytes]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_file():
+            on_disk[path.stat().st_ino] = path.read_bytes()
+        else:
+            states.append({each.name: on_disk.get(each.stat().st_ino, b"") for each in path.glob("tokens.bin*")})
+
+    monkeypatch.setattr("os.fsync", fsync)
+    assert run(*words) == 0
+    assert [*states[-1]] == ["tokens.bin"]
+    assert len(states) > 6
+    for state in states[:-1]:
+        (tmp_path / "tokens.bin").unlink(missing_ok=True)
+        for name, content in state.items():
+            (tmp_path / name).write_bytes(content)
+        assert run(*words) == 0
+        assert (tmp_path / "tokens.bin").read_bytes() == states[-1]["tokens.bin"]
+
+
+def test_a_second_command_is_refused_while_the_first_one_writes(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [write(tmp_path / "a.jsonl", PAGES[:3]), "--tokenizer", tokenizer, "--out", "tokens.bin"]
+    written = tokenize._record
+    codes = []
+
+    def record(*arguments: Any) -> None:
+        monkeypatch.setattr(tokenize, "_record", written)
+        codes.append(run(*words))
+        written(*arguments)
+
+    monkeypatch.setattr(tokenize, "_record", record)
+    assert run(*words) == 0
+    assert codes == [2]
+    assert "another command is writing this file; wait for its end" in capsys.readouterr().err
+    assert np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist() == expected(tokenizer, PAGES[:3])
 
 
 def test_tokens_that_were_deleted_are_written_again(tmp_path: Path, tokenizer: Path) -> None:

@@ -160,10 +160,14 @@ def _averaged(averages: Mapping[str, object]) -> str:
 
 
 def _write(out: Path, write: Callable[[Path], object]) -> None:
-    """Write a file or folder next to `out`, and rename it."""
-    # So a full disk neither leaves a partial file nor destroys an existing one.
-    temporary = out.with_name(f".{out.name}.partial")
+    """Write a file or folder in a temporary folder next to `out`, and rename it."""
+    # So a full disk neither leaves a partial file nor destroys an existing one. The folder also has the temporary files
+    # of libraries, and what a killed command has left there is deleted.
+    folder = out.with_name(f".{out.name}.partial")
+    temporary = folder / out.name
+    shutil.rmtree(folder, ignore_errors=True)
     try:
+        folder.mkdir()
         write(temporary)
         if temporary.is_file():
             # Safetensors makes a file that only its owner reads. The umask can only be read by setting it.
@@ -175,6 +179,4 @@ def _write(out: Path, write: Callable[[Path], object]) -> None:
     except (OSError, RuntimeError, SafetensorError) as error:
         raise StorageError(f"{out} cannot be written: {error}") from error
     finally:
-        if temporary.is_dir():  # `save_pretrained` writes a folder
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,6 @@
 """`tokenize FILE ... --tokenizer NAME --out FILE`: write the tokens of documents into one file."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 from steadfast.commands.options import run_on_cluster
 from steadfast.errors import DataError, StorageError, UsageError
 from steadfast.run.directory import runs_root
+from steadfast.storage.local import sync_tree
 from steadfast.units import duration, printable, size
 
 _BATCH_CHARACTERS = 2**20  # documents of so many characters are encoded at a time
@@ -119,9 +121,10 @@ def _write(options: Namespace, tokenizer: Any, end: int, dtype: str, out: Path) 
     partial, record = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
     digest = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     width = np.dtype(dtype).itemsize
-    progress = _resumed(record, [*inputs, digest, options.column, end], partial, width)
     try:
         with partial.open("ab") as file:
+            _lock(file, partial)
+            progress = _resumed(record, [*inputs, digest, options.column, end], partial, width)
             file.truncate(progress.tokens * width)
             meter = _Meter(sizes)
             while progress.file < len(inputs):
@@ -139,15 +142,28 @@ def _write(options: Namespace, tokenizer: Any, end: int, dtype: str, out: Path) 
                         meter.tell(progress, read)
                 progress.file, progress.documents = progress.file + 1, 0
                 _record(file, progress, record)
-        if not progress.tokens:
-            partial.unlink()
+            if not progress.tokens:
+                partial.unlink()
+                record.unlink()
+                raise DataError(f"{', '.join(options.files)}: there is no text")
+            partial.rename(out)
             record.unlink()
-            raise DataError(f"{', '.join(options.files)}: there is no text")
-        partial.rename(out)
-        record.unlink()
+            sync_tree(out.parent, deep=False)
     except OSError as error:
         raise StorageError(f"{partial}: {error}; the same command goes on from here") from error
     return progress.tokens
+
+
+def _lock(file: BinaryIO, partial: Path) -> None:
+    """Raise UsageError if another command writes the file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The other command may just have given the file its final name.
+        free = partial.exists()
+    except OSError as error:
+        free = not isinstance(error, BlockingIOError)  # some file systems have no locks
+    if not free:
+        raise UsageError(f"{partial}: another command is writing this file; wait for its end")
 
 
 def _resumed(record: Path, files: list[Any], partial: Path, width: int) -> _Progress:
@@ -158,8 +174,9 @@ def _resumed(record: Path, files: list[Any], partial: Path, width: int) -> _Prog
     if not record.exists():
         return _Progress(files)
     progress = _Progress(**json.loads(record.read_text()))
-    if not partial.exists() or partial.stat().st_size < progress.tokens * width:
-        return _Progress(files)  # its tokens have been deleted
+    if partial.stat().st_size < progress.tokens * width:
+        record.unlink()  # its tokens have been deleted
+        return _Progress(files)
     if progress.files != files:
         raise UsageError(f"{record} is of a command with other files or options; delete it to begin anew")
     return progress
@@ -171,7 +188,9 @@ def _record(file: BinaryIO, progress: _Progress, record: Path) -> None:
     os.fsync(file.fileno())
     new = record.with_suffix(".new")
     new.write_text(json.dumps(asdict(progress)))
+    sync_tree(new)
     new.replace(record)
+    sync_tree(record.parent, deep=False)
 
 
 def _documents(path: str, column: str) -> Iterator[tuple[str, int]]:
