@@ -1,9 +1,10 @@
 """A loss of power leaves a run, and what `index` writes, in a state from which the same command goes on."""
 
+import contextlib
+import io
 import os
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # imported once, before the forks
 from pyarrow import parquet
 from torch.utils.data import TensorDataset
 
@@ -23,6 +23,7 @@ from steadfast.data import write_shards
 from steadfast.run.directory import EVENTS, METRICS, STEPS
 from steadfast.storage import LocalStore
 from steadfast.storage.jsonl import read_lines
+from tests.support.gang import Gang, Member, MemberFailed
 from tests.support.history import read_ledger
 from tests.support.killing import newest_whole
 from tests.support.power import MODELS, Recording, record
@@ -79,23 +80,17 @@ def rows(folder: Path) -> dict[str, Any]:
     return {path.name: parquet.read_table(path) for path in (folder / "x").iterdir()}
 
 
-def in_fork(act: Callable[[], object]) -> tuple[int, str]:
-    """Return the exit code of an act in a child process, and its output."""
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        code = 1
-        try:
-            os.close(reader)
-            sys.stdout = sys.stderr = os.fdopen(writer, "w")
-            code = int(act() or 0)  # type: ignore[call-overload]
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(code)
-    os.close(writer)
-    with open(reader, errors="replace") as pipe:
-        output = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output
+def apart(act: Callable[[], object]) -> tuple[object, str]:
+    """Return what an act returns in a process of its own, and its output. Raises MemberFailed."""
+    with Gang(1) as gang:
+        answer: tuple[object, str] = gang.run(partial(_captured, act))[0]
+    return answer
+
+
+def _captured(act: Callable[[], object], _: Member) -> tuple[object, str]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        return act(), output.getvalue()
 
 
 def states(recording: Recording, seed: int) -> Iterator[tuple[int, str]]:
@@ -113,8 +108,7 @@ def check_resumes(storage: Path, begun: int, expected: dict[int, dict[str, Any]]
     newest = whole = newest_whole(storage / "r/checkpoints")
     num_events = len(list(read_lines(store, EVENTS)))
     for epochs in range(begun, 3):
-        code, output = in_fork(partial(train, storage, epochs))
-        assert code == 0, output
+        _, output = apart(partial(train, storage, epochs))
         new = list(read_lines(store, EVENTS))[num_events:]
         begins = [event["step"] for event in new if event["event"] in ("attempt_started", "finished")]
         assert (begins or [newest])[0] >= newest, output
@@ -126,7 +120,7 @@ def check_resumes(storage: Path, begun: int, expected: dict[int, dict[str, Any]]
             assert line["num_samples"] == 0 or step > whole
         else:
             assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-12)
-    code, output = in_fork(partial(main, 0.0, ["audit", str(storage / "r"), "--trust-code"]))
+    code, output = apart(partial(main, 0.0, ["audit", str(storage / "r"), "--trust-code"]))
     assert code == 0, output
 
 
@@ -150,8 +144,8 @@ def test_the_same_command_goes_on_after_a_loss_of_power(recorded: tuple[Recordin
                 assert (tmp_path / "left/r" / name).read_bytes() == (whole / "r" / name).read_bytes()
         try:
             check_resumes(tmp_path / "left", 1 if count <= called else 2, expected)
-        except AssertionError as error:
-            failed.append(f"{model} after {count}, {recording.operations[count - 1][:2]}: {str(error)[:2000]}")
+        except (AssertionError, MemberFailed) as error:
+            failed.append(f"{model} after {count}, {recording.operations[count - 1][:2]}: {str(error)[-2000:]}")
     assert not failed, f"{len(failed)} of {STATES}:\n" + "\n".join(failed)
 
 
@@ -163,7 +157,7 @@ def test_index_goes_on_after_a_loss_of_power(tmp_path_factory: pytest.TempPathFa
     for count, model in states(recording, seed=50):
         recording.rebuild(count, model, tmp_path / "left")
         is_whole = (tmp_path / "left/x").exists()  # then the same command is refused
-        code, output = in_fork(partial(index, tmp_path / "left"))
+        code, output = apart(partial(index, tmp_path / "left"))
         if (code, rows(tmp_path / "left")) != (2 if is_whole else 0, rows(folder)):
             failed.append(f"{model} after {count}, {recording.operations[count - 1][:2]}: {output[-2000:]}")
     assert not failed, f"{len(failed)} of {STATES}:\n" + "\n".join(failed)
