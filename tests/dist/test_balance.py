@@ -189,9 +189,10 @@ class DrawingClip(Clip):
         return Sums(sums.loss_sum * (1 + torch.rand(())), sums.count)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("global_size", [13, 5])
+@pytest.mark.parametrize(
+    ("global_size", "kind"),
+    [(13, "fsdp"), *(pytest.param(*row, marks=pytest.mark.slow) for row in [(5, "fsdp"), (13, "ddp"), (5, "ddp")])],
+)
 def test_loss_of_the_global_batch_is_that_of_whole_microbatches(tmp_path: Path, kind: str, global_size: int) -> None:
     """With five samples in microbatches of 4, three workers have no whole microbatch."""
     model = "model={target: 'tests.dist.test_global_loss:TwoTowers', args: {dropout: 0}}"

@@ -28,12 +28,13 @@ def undone(model: nn.Module, task: Task | None = None) -> Iterator[None]:
     Tensors are copied to the host, because the device may have no room for a second model.
     """
     undo: Undo = {}
+    # fsdp may gather or free its parameters meanwhile, so those of now must not come back.
+    changing = {id(module) for module in model.modules()} if any(map(_is_unit, model.modules())) else set()
     for _, owner in _owners(model, task):
         attributes = vars(owner)
         undo[id(attributes)] = partial(_refill, attributes, dict(attributes))
         for name, value in attributes.items():
-            # A gathered parameter of fsdp must not be replaced by the shard of the time before.
-            if not (name == "_parameters" and any(param is not None and is_sharded(param) for param in value.values())):
+            if not (name == "_parameters" and id(owner) in changing):
                 _keep(value, undo)
     try:
         yield
@@ -78,7 +79,7 @@ def gathered_writes(model: nn.Module) -> Iterator[set[str]]:
 
     handles: list[Any] = []
     for path, unit in model.named_modules():
-        if callable(getattr(unit, "reshard", None)):
+        if _is_unit(unit):
             handles.append(unit.register_forward_pre_hook(partial(look, path)))
             # Ahead of fsdp's own hook, which shards the parameters again.
             handles.append(unit.register_forward_hook(partial(look, path), prepend=True))
@@ -87,6 +88,11 @@ def gathered_writes(model: nn.Module) -> Iterator[set[str]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_unit(module: nn.Module) -> bool:
+    """Return whether fsdp shards a module's parameters."""
+    return callable(getattr(module, "reshard", None))
 
 
 def _owners(model: nn.Module, task: Task | None) -> Iterator[tuple[str, object]]:
