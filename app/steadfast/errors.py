@@ -91,7 +91,12 @@ class GpuUnusable(UsageError):
 
 
 class StorageError(SteadfastError):
-    pass
+    @classmethod
+    def cannot_write(cls, path: object, reason: object) -> StorageError:
+        """Return the error of a file that nothing can write until its user helps."""
+        reason = getattr(reason, "strerror", None) or reason
+        remedy = "Make room or remove what is in the way there, and give the command again"
+        return cls(f"{path} cannot be written: {reason}. {remedy}")
 
 
 class UserExit(Exception):

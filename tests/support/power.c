@@ -97,30 +97,21 @@ ssize_t pwrite64(int fd, const void *data, size_t size, off64_t at) {
     NOTED(ssize_t, real(fd, data, size, at), result > 0, note("write", path, "", at, data, result));
 }
 
-#define ON_FD(name, parameters, arguments, verb, at) \
+#define CHANGE(name, parameters, arguments, verb, where, size) \
     int name parameters { \
         REAL(name); \
         char b[LONG]; \
-        const char *path = path_of(fd, NULL, b); \
+        const char *path = where; \
         if (!path) return real arguments; \
-        NOTED(int, real arguments, !result, note(verb, path, "", at, NULL, 0)); \
+        NOTED(int, real arguments, !result, note(verb, path, "", size, NULL, 0)); \
     }
-ON_FD(fsync, (int fd), (fd), "sync", 0)
-ON_FD(fdatasync, (int fd), (fd), "sync", 0)
-ON_FD(ftruncate64, (int fd, off64_t size), (fd, size), "resize", size)
-
-#define ON_PATH(name, parameters, arguments, verb, at) \
-    int name parameters { \
-        REAL(name); \
-        char b[LONG]; \
-        const char *path = path_of(at, file, b); \
-        if (!path) return real arguments; \
-        NOTED(int, real arguments, !result, note(verb, path, "", 0, NULL, 0)); \
-    }
-ON_PATH(mkdir, (const char *file, mode_t mode), (file, mode), "mkdir", AT_FDCWD)
-ON_PATH(unlink, (const char *file), (file), "remove", AT_FDCWD)
-ON_PATH(rmdir, (const char *file), (file), "remove", AT_FDCWD)
-ON_PATH(unlinkat, (int at, const char *file, int flags), (at, file, flags), "remove", at)
+CHANGE(fsync, (int fd), (fd), "sync", path_of(fd, NULL, b), 0)
+CHANGE(fdatasync, (int fd), (fd), "sync", path_of(fd, NULL, b), 0)
+CHANGE(ftruncate64, (int fd, off64_t size), (fd, size), "resize", path_of(fd, NULL, b), size)
+CHANGE(mkdir, (const char *file, mode_t mode), (file, mode), "mkdir", path_of(AT_FDCWD, file, b), 0)
+CHANGE(unlink, (const char *file), (file), "remove", path_of(AT_FDCWD, file, b), 0)
+CHANGE(rmdir, (const char *file), (file), "remove", path_of(AT_FDCWD, file, b), 0)
+CHANGE(unlinkat, (int at, const char *file, int flags), (at, file, flags), "remove", path_of(at, file, b), 0)
 
 int rename(const char *file, const char *to) {
     REAL(rename);

@@ -189,8 +189,12 @@ CREATION = (
             "oom",
             "Task was killed due",
         ),
-        (starting.NotStarted("its program cannot run: python: No such file"), "ours", "its program cannot run: python"),
-        (starting.NotStarted("python was killed by signal 9"), "worker", "python was killed by signal 9"),
+        (
+            starting.NotStarted("its program cannot run: python: No such file", was_killed=False),
+            "ours",
+            "its program cannot run: python",
+        ),
+        (starting.NotStarted("python was killed", was_killed=True), "worker", "python was killed"),
         (ActorUnschedulableError("worker startup repeatedly failed"), "worker", "The actor is not schedulable: worker"),
     ],
 )

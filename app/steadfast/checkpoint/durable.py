@@ -290,11 +290,8 @@ class Checkpoints:
     def wait_for_commit(self, limit_s: float) -> None:
         """Wait until everything is committed. Raises StorageError after `limit_s`."""
         if not self._writer.wait(lambda: self.world.progress.mark("checkpoint"), limit_s):
-            raise StorageError(
-                f"the checkpoint of step {self._newest} could not be written to {self._catalog.store.uri} in "
-                f"{limit_s:g} s: {self._writer.refused or 'storage does not answer'}. Make room or remove the cause "
-                "there, and give the command again"
-            )
+            what = f"{self._catalog.store.uri}: the checkpoint of step {self._newest}"
+            raise StorageError.cannot_write(what, self._writer.refused or f"storage has not answered in {limit_s:g} s")
 
     # The writer's thread calls the following public methods, in this order, and repeats them if storage refuses. So
     # they must not change `self`.

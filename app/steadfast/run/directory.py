@@ -288,8 +288,7 @@ class RunDirectory:
         try:
             write_json(self.store, name, value)
         except OSError as error:
-            reason = f"{error.strerror or error}. Make room or remove what is in the way there"
-            raise StorageError(f"{self / name} cannot be written: {reason}, and give the command again") from error
+            raise StorageError.cannot_write(self / name, error) from error
 
     def delete_summary(self) -> None:
         """Delete the summary, because the run continues."""

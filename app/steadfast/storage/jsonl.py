@@ -33,10 +33,7 @@ class FileStream:
             # too.
             last_byte = LocalStore(path.parent).read(path.name, -1)
         except OSError as error:
-            raise StorageError(
-                f"{path} cannot be written: {error.strerror or error}. Make room or remove what is in the way there, "
-                "and give the command again"
-            ) from error
+            raise StorageError.cannot_write(path, error) from error
         self._backlog = b"" if last_byte in (b"", b"\n") else b"\n"
 
     def write(self, lines: Iterable[Line]) -> None:

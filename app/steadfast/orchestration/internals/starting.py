@@ -20,12 +20,18 @@ _LATE_S = 3.0  # time after which the cause is looked for why a worker has not s
 _ERROR = re.compile(r"error|exception|no such|not found|no module|denied|cannot|fail|killed|unable", re.IGNORECASE)
 _WORKER_COMMAND = "--python_worker_command="  # of a raylet
 _COLOR = re.compile(r"\x1b\[\d+m")
-_KILLED = "was killed by signal"
 _ENDED = "its process has ended: it was killed, perhaps because memory ran out, or has crashed"
 
 
 class NotStarted(RayError):
-    """Raised when a worker's process has ended before Ray has seen the process."""
+    """Raised when a worker's process has ended before Ray has seen the process.
+
+    `was_killed` says that the same program may run another time.
+    """
+
+    def __init__(self, message: str, was_killed: bool) -> None:
+        super().__init__(message)
+        self.was_killed = was_killed
 
 
 def await_start(actor: Any) -> Any:
@@ -38,12 +44,12 @@ def await_start(actor: Any) -> Any:
     answer = actor.get_metadata.remote()
     while not ray.wait([answer], timeout=_LATE_S)[0]:
         if fault := _fault_on(node_of(actor), since_s):
-            raise NotStarted(f"its program cannot run: {fault}")
+            raise fault
     return ray.get(answer)
 
 
-def _fault_on(node: str, since_s: float) -> str:
-    """Return why workers do not start on a node of this machine since `since_s`, or ""."""
+def _fault_on(node: str, since_s: float) -> NotStarted | None:
+    """Return why workers do not start on a node of this machine since `since_s`."""
     for raylet in psutil.process_iter(["cmdline"]):
         words = raylet.info["cmdline"] or ()
         if f"--node_id={node}" not in words:
@@ -52,11 +58,11 @@ def _fault_on(node: str, since_s: float) -> str:
             # Until Ray redirects its output, a worker writes to the file of its raylet.
             file = Path(f"/proc/{raylet.pid}/fd/2").resolve()
             if file.stat().st_mtime >= since_s and (line := _last_error(file.read_text(errors="replace"))):
-                return line
+                return NotStarted(f"its program cannot run: {line}", was_killed=False)
             if not any(child.create_time() >= since_s for child in raylet.children()):
                 (command,) = (word for word in words if word.startswith(_WORKER_COMMAND))
                 return _fault_of(shlex.split(command.removeprefix(_WORKER_COMMAND)), raylet.environ())
-    return ""
+    return None
 
 
 def _last_error(text: str) -> str:
@@ -66,8 +72,8 @@ def _last_error(text: str) -> str:
     return lines[-1] if lines and _ERROR.search(lines[-1]) else ""
 
 
-def _fault_of(command: list[str], environment: dict[str, str]) -> str:
-    """Return why a node's Python ends without a word, or ""."""
+def _fault_of(command: list[str], environment: dict[str, str]) -> NotStarted | None:
+    """Return why a node's Python ends without a word."""
     python, *words = command
     # With the code of the run, which Ray adds to the path of a worker.
     paths = environment.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")
@@ -77,12 +83,14 @@ def _fault_of(command: list[str], environment: dict[str, str]) -> str:
             # It runs nothing, but has the words of a worker, because a wrapper may look at them.
             ended = subprocess.run([python, "-c", "", *words], env=environment, capture_output=True, timeout=_LATE_S)
         except OSError as error:
-            return f"{python}: {error.strerror}"
+            return NotStarted(f"its program cannot run: {python}: {error.strerror}", was_killed=False)
         if ended.returncode < 0:
-            return f"{python} {_KILLED} {-ended.returncode}, perhaps because memory ran out"
+            what = f"its program {python} was killed by signal {-ended.returncode}, perhaps because memory ran out"
+            return NotStarted(what, was_killed=True)
         if ended.returncode:
-            return f"{python} has ended with exit code {ended.returncode}"
-    return ""
+            what = f"its program cannot run: {python} has ended with exit code {ended.returncode}"
+            return NotStarted(what, was_killed=False)
+    return None
 
 
 def failure_to_start(error: RayError) -> FailureReport:
@@ -94,7 +102,7 @@ def failure_to_start(error: RayError) -> FailureReport:
         kind, message, trace = FailureKind.EXCEPTION, lines[-1], text
     elif isinstance(error, OutOfMemoryError):
         kind = FailureKind.OUT_OF_MEMORY
-    elif isinstance(error, NotStarted) and _KILLED not in text:
+    elif isinstance(error, NotStarted) and not error.was_killed:
         kind = FailureKind.OURS  # the program would fail again, so the run ends if it fails on every node
     elif "Worker exit detail" in text:
         message = _ENDED
