@@ -45,6 +45,31 @@ def test_pads_count_for_nothing_and_may_look_back() -> None:
     assert again.digest
 
 
+def test_what_a_fetch_ahead_finds_is_given_and_raised_in_its_turn() -> None:
+    loader = loader_of(Noisy())
+    loader.fetch_ahead()  # before any step
+    expected = list(loader.steps(microbatches(0, 3)))
+    batches = loader.steps(microbatches(0, 3))
+    given = []
+    for _ in expected:
+        loader.fetch_ahead()
+        loader.fetch_ahead()  # of one microbatch at most
+        given.append(next(batches))
+    assert [fetched.digest for fetched in given] == [fetched.digest for fetched in expected]
+    loader.fetch_ahead()
+    assert next(batches, None) is None
+
+    def broken() -> Iterator[Microbatch]:
+        yield Microbatch(1, 0, 0, 1, 1)
+        raise DataError("sample 1 is broken")
+
+    batches = loader.steps(broken())
+    next(batches)
+    loader.fetch_ahead()  # during the step before: it is not this step's error
+    with pytest.raises(DataError, match="sample 1 is broken"):
+        next(batches)
+
+
 def test_randomness_follows_the_sample_and_leaves_the_loop_alone() -> None:
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     undisturbed = torch.rand(()), random.random(), np.random.rand()

@@ -1,5 +1,6 @@
 """Which optimizer a configuration makes, and at which rates its groups go."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from steadfast.config import ConstantConfig, SgdConfig, parse_config
+from steadfast.config import AdamWConfig, ConstantConfig, SgdConfig, parse_config
 from steadfast.errors import ConfigError
 from steadfast.optim.optimizer import build_optimizer, set_learning_rates
 from steadfast.optim.schedule import build_schedule
@@ -24,6 +25,40 @@ def head_at_a_tenth(params: Iterable[nn.Parameter], lr: float, betas: Any) -> to
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def test_adam_that_keeps_its_lists_follows_each_change_that_torchs_own_follows() -> None:
+    torch.manual_seed(0)
+    ours, theirs = model(), model()
+    theirs.load_state_dict(ours.state_dict())
+    config = AdamWConfig(lr=0.1, weight_decay=0.0)
+    kept = build_optimizer(config, ours)
+    plain = torch.optim.AdamW(theirs.parameters(), lr=0.1, betas=config.betas, eps=config.eps, weight_decay=0.0)
+
+    scales = itertools.count(1)
+
+    def step(*used: int) -> None:
+        scale = 0.1 * next(scales)
+        for net, optimizer in ((ours, kept), (theirs, plain)):
+            for index, param in enumerate(net.parameters()):
+                param.grad = torch.full_like(param, scale * (index + 1)) if index in used else None
+            optimizer.step()
+        assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+    step(0, 1, 2, 3)
+    step(0, 1, 2, 3)
+    step(0, 3)  # a step that leaves parameters out
+    step(0, 1, 2, 3)
+    for net, optimizer in ((ours, kept), (theirs, plain)):  # as a user's hook may reset a moment
+        first = next(net.parameters())
+        optimizer.state[first]["exp_avg"] = torch.zeros_like(first)
+    step(0, 1, 2, 3)
+    for optimizer in (kept, plain):
+        optimizer.load_state_dict(optimizer.state_dict())
+    step(0, 1, 2, 3)
+    for optimizer in (kept, plain):
+        optimizer.state.clear()
+    step(0, 1, 2, 3)
 
 
 def test_weight_decay_is_for_matrices_only() -> None:

@@ -101,7 +101,8 @@ class Loader:
         self._sampler = _Sampler()
         # One DataLoader serves all attempts, because starting its processes again would take seconds in each attempt.
         self._loader = _data_loader(self.train, self._sampler, num_workers, on_gpu)
-        self.num_ahead = num_workers * PREFETCHED  # microbatches that are read in advance
+        self.num_ahead = num_workers * PREFETCHED + 1  # microbatches that are read in advance
+        self._steps = _Ahead(iter(()))
         # Without loader processes and pinned memory a DataLoader only adds 0.1 ms per microbatch.
         self._in_place = not on_gpu and not num_workers
 
@@ -111,9 +112,15 @@ class Loader:
         A call ends the fetching of the last call. Raises DataError.
         """
         if self._in_place:
-            return self._fetch_in_place(self.train, microbatches)
-        # This starts the fetching, which continues while the caller prepares its first step.
-        return self._receive(self._start(microbatches))
+            self._steps = _Ahead(self._fetch_in_place(self.train, microbatches))
+        else:
+            # This starts the fetching, which continues while the caller prepares its first step.
+            self._steps = _Ahead(self._receive(self._start(microbatches)))
+        return self._steps
+
+    def fetch_ahead(self) -> None:
+        """Fetch the next microbatch of `steps` before it is asked for."""
+        self._steps.fetch()
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the dataset, whose samples a loader process reads if there is one.
@@ -246,6 +253,36 @@ class Loader:
         if isinstance(fetched, DataError):
             raise fetched
         return fetched._replace(batch=self._prepare(fetched.batch))
+
+
+class _Ahead:
+    """Iterator that can fetch its next item early.
+
+    What the fetch raises is raised when the item is asked for.
+    """
+
+    def __init__(self, items: Iterator[Fetched]) -> None:
+        self._items = items
+        self._held: list[Fetched | Exception] = []
+
+    def __iter__(self) -> Iterator[Fetched]:
+        return self
+
+    def __next__(self) -> Fetched:
+        if not self._held:
+            return next(self._items)
+        item = self._held.pop()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def fetch(self) -> None:
+        if self._held:
+            return
+        try:
+            self._held.append(next(self._items))
+        except Exception as error:
+            self._held.append(error)
 
 
 class _Sampler:

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
         members = optimizer.members
     for member in members:
         if type(member) in (torch.optim.AdamW, torch.optim.Adam):
-            _compute_on_parts(member)
+            _keep_lists(member)
     return optimizer
 
 
@@ -83,21 +85,39 @@ class _CombinedOptimizer(torch.optim.Optimizer):
             member.step()
 
 
-def _compute_on_parts(optimizer: Any) -> None:
-    """Let Adam compute on this rank's parts of DTensors, which suffice for an elementwise update."""
-    if not any(map(is_sharded, parameters_of(optimizer.param_groups))):
-        return
+def _keep_lists(optimizer: Any) -> None:
+    """Let Adam keep the lists of its tensors from step to step.
+
+    Of DTensors the lists hold this rank's parts, which suffice for an elementwise update.
+    """
     collect = optimizer._init_group
+    sharded = any(map(is_sharded, parameters_of(optimizer.param_groups)))
+    kept: dict[int, tuple[list[Any], list[list[Tensor]], Any]] = {}
 
-    # The host needs many times as long for an operation on a DTensor as for one on its local part.
-    def collect_parts(group: dict[str, Any], *lists: list[Tensor]) -> Any:
+    # Collecting takes the host a good part of an update, and an operation on a DTensor takes many times as long as one
+    # on its local part.
+    def fill(group: dict[str, Any], *lists: list[Tensor]) -> Any:
         """Fill the lists with a group's parameters, gradients and moments."""
-        collected = collect(group, *lists)
-        for tensors in lists:
-            tensors[:] = map(local, tensors)
-        return collected
+        params = [param for param in group["params"] if param.grad is not None]
+        gradients = [param.grad for param in params]
+        states = optimizer.state.values()
+        sources, parts, answer = kept.get(id(group), ([], [], None))
+        # A checkpoint, a new parameter or user code may have replaced any of them.
+        if not _are_same(sources, [*params, *chain.from_iterable(map(dict.values, states))]):
+            answer = collect(group, *lists)
+            parts = [list(map(local, tensors)) for tensors in lists]
+            sources = [*params, *chain.from_iterable(map(dict.values, states))]
+            kept[id(group)] = sources, parts, answer
+        for tensors, own in zip(lists, parts, strict=True):
+            tensors[:] = own
+        lists[1][:] = map(local, gradients) if sharded else gradients
+        return answer
 
-    optimizer._init_group = collect_parts
+    optimizer._init_group = fill
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _muon(config: MuonConfig, model: nn.Module) -> torch.optim.Optimizer:

@@ -42,6 +42,7 @@ class Stepper:
         self._task: Any = task
         self._plan = plan
         self._parallel = parallel
+        self._fetch_ahead = worker.loader.fetch_ahead
         self._optimizer = worker.optimizer
         self._precision = worker.precision
         self._schedule = build_schedule(config.schedule, worker.num_steps)
@@ -85,8 +86,8 @@ class Stepper:
                     num_samples += fetched.num_samples
                     # A sum does not depend on which rank trains on which samples.
                     digest = (digest + fetched.digest) % 2**64
-            global_count, grad_norm, grad_norms = self._whole_gradient(step, totals)
             lr = set_learning_rates(self._optimizer, self._schedule, step)
+            global_count, grad_norm, grad_norms = self._whole_gradient(step, totals)
         self._world.progress.mark("update")
         if self._buffers is not None:
             self._buffers.finish()
@@ -205,6 +206,9 @@ class Stepper:
             the count of the step; the norm of the whole gradient before clipping, (); and the norms of the parameters'
             gradients, sharded as the parameters are.
         """
+        # Fetched while the device computes and peers are awaited. Behind the gate the device would idle meanwhile.
+        self._world.progress.mark("loader")
+        self._fetch_ahead()
         self._world.progress.mark("gradients")
         global_count = self._global_count(step, totals.count)
         if self._buffers is not None:
