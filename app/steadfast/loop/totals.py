@@ -17,9 +17,9 @@ class Totals:
 
     # The sums stay on the device: reading a loss after each microbatch would make the host wait for it.
     def __init__(self, device: torch.device) -> None:
-        self._none = torch.zeros(self.summation.width, dtype=torch.float64, device=device)
-        self.loss_sum = self._none.clone()  # (width,)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        zeros = torch.zeros(self.summation.width + 1, dtype=torch.float64, device=device)
+        self._none = self.loss_sum = zeros[1:]  # (width,)
+        self.count = zeros[0]
         self._metrics: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum and count, (width,) each
 
     @property
@@ -28,8 +28,8 @@ class Totals:
 
     def add(self, sums: Sums, weight: int) -> None:
         """Add the sums of a microbatch; a pad adds nothing."""
-        self.loss_sum += self.parts(sums.loss_sum.detach()) * weight
-        self.count += sums.count * weight
+        self.loss_sum = self.loss_sum + self.parts(sums.loss_sum.detach()) * weight
+        self.count = self.count + sums.count * weight
         for name, metric in sums.metrics.items():
             mean = metric
             if not isinstance(mean, Mean):
