@@ -3,12 +3,16 @@
 import json
 import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPResponse
 from importlib.resources import files
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,21 @@ WORKERS = tuple(
     )
     for rank in (0, 1)
 )
+
+
+LARGEST = sys.float_info.max
+# Ranges of an axis: usual ones, values that differ by a rounding, and the ends of what a double holds.
+RANGES = [
+    (-3.0, -1.0),
+    (1.0, 1.000000001),
+    (0.3, 0.1 + 0.2),
+    (1.0, 1.00000000001),
+    (1e16, 1e16 + 2),
+    *((value, value) for value in (0.0, 1.0, -1.0, 5e-324, 1e-320, 1e308, LARGEST, -LARGEST)),
+    *((0.0, high) for high in (5e-324, 1e-320, 1e308, LARGEST, inf, nan)),
+    *((low, 1.0) for low in (-1e-320, -1e308, -LARGEST, -inf, nan)),
+    *((-high, high) for high in (1e-320, 1e308, LARGEST, inf)),
+]
 
 
 @pytest.fixture
@@ -115,6 +134,27 @@ def test_the_page_loads_nothing_from_elsewhere_and_allows_no_other_script(server
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", page)
     second = ask(server, f"/?token={server.token}").headers["Content-Security-Policy"]
     assert second != answer.headers["Content-Security-Policy"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_page_puts_few_ticks_on_an_axis_of_any_range() -> None:
+    page = files("steadfast.analysis.live").joinpath("page.html").read_text()
+    function = re.search(r"^function ticks\(.*?^}$", page, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    names = "const inf = Infinity, nan = NaN;"
+    asked = ",".join(f"[{low!r},{high!r}]" for low, high in RANGES)
+    script = f"{names} {function[0]} console.log(JSON.stringify([{asked}].map(range => ticks(...range, 6))))"
+    found = json.loads(
+        subprocess.run(
+            ["node", "--max-old-space-size=256", "-e", script], capture_output=True, check=True, timeout=20
+        ).stdout
+    )
+    for (low, high), ticks in zip(RANGES, found, strict=True):
+        assert len(ticks) <= 7, (low, high)
+        assert ticks == sorted(set(ticks)), (low, high)
+        assert all(low <= tick <= high for tick in ticks), (low, high, ticks)
+    assert found[0] == [-3, -2.5, -2, -1.5, -1]
+    assert found[1] == [1, 1.0000000002, 1.0000000004, 1.0000000006, 1.0000000008, 1.000000001]
 
 
 def test_the_page_gets_losses_events_failures_and_workers(server: LiveServer, directory: RunDirectory) -> None:
