@@ -1,11 +1,14 @@
 """Loading in processes of its own gives what loading in place does, errors included."""
 
+import errno
+import os
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import psutil
 import pytest
@@ -73,6 +76,50 @@ def test_a_loader_process_that_dies_is_reported_with_its_samples(act: str, messa
         list(loader.steps(microbatches(0, 40)))
     raised.value.__traceback__ = None
     del raised
+
+
+class Unsendable:
+    """Batch that cannot be sent, for example because its tensors find no room in /dev/shm."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(self.error)
+
+
+class Refused(Noisy):
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def read_batch(self, ids: Any) -> Unsendable:
+        return Unsendable(self.error)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            "unable to allocate shared memory(shm): No space left on device (28)",
+            r"^/dev/shm had no room .*: enlarge it",
+        ),
+        ("a lambda", r"^a loader process cannot send a batch \(a lambda\): data.num_workers=0"),
+    ],
+)
+def test_a_batch_that_cannot_be_sent_is_reported(error: str, message: str) -> None:
+    loader = loader_of(Refused(error), num_workers=1)
+    with pytest.raises(DataError, match=message) as raised:
+        list(loader.steps(microbatches(0, 40)))
+    raised.value.__traceback__ = None
+    del raised
+
+
+def test_loader_processes_that_cannot_start_name_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(Noisy(), num_workers=1)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(loader, "_loader", MagicMock(__iter__=Mock(side_effect=full)))
+    with pytest.raises(DataError, match=r"cannot run \(.*No space left.*\): raise the limit .* enlarge /dev/shm"):
+        loader.steps(microbatches(0, 40))
 
 
 def test_samples_that_identify_the_data_are_read_by_a_loader_process() -> None:

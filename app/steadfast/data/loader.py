@@ -25,7 +25,7 @@ from steadfast.data.copies import StreamCopies
 from steadfast.data.datasets import Collate, Dataset, build_collate, build_validation
 from steadfast.data.fingerprint import fingerprint
 from steadfast.data.order import Int64s, SampleOrder, UInt64s, sample_keys
-from steadfast.data.processes import PREFETCHED, options_of_processes
+from steadfast.data.processes import PREFETCHED, no_room, options_of_processes
 from steadfast.data.randomness import own_randomness
 from steadfast.errors import DataError, as_exception
 from steadfast.plan import Microbatch
@@ -41,7 +41,7 @@ _TEXT_BYTES = 512
 _FINGERPRINT = "fingerprint"  # item of the DataLoader that asks for it
 _DEATH_NEWS_S = 0.5  # time until the end of a loader process is known
 _LACK = ", perhaps for lack of memory or room in /dev/shm: use fewer data.num_workers, or smaller samples"
-_NO_ROOM = "enlarge it (in a container: --shm-size=8g), or use fewer data.num_workers or smaller samples"
+_LIMITS = "raise the limit of open files (ulimit -n) or enlarge /dev/shm, or set data.num_workers=0"
 _NOT_STARTED = (
     "a loader process ended as it started. Its own error is above. Without one, call fit under "
     '`if __name__ == "__main__":`, because a loader process imports the main module, or set data.num_workers=0'
@@ -146,6 +146,8 @@ class Loader:
             ) from error
         except (BrokenPipeError, EOFError):
             raise DataError(_NOT_STARTED) from None
+        except OSError as error:
+            raise DataError(f"loader processes cannot run ({error}): {_LIMITS}") from error
 
     def validation(self, microbatches: Iterator[Microbatch]) -> Iterator[Fetched]:
         """Fetch the microbatches of validation positions.
@@ -355,8 +357,8 @@ class _Microbatches:
             # traceback.
             return error
         except (Exception, SystemExit) as error:
-            if "unable to allocate shared memory" in str(error):
-                return DataError(f"/dev/shm had no room for a batch {self.reading}: {_NO_ROOM}")
+            if full := no_room(error, self.reading):
+                return full
             # SystemExit would end a loader process without reporting the exception.
             raised = as_exception(error)
             raised.add_note(self.reading)

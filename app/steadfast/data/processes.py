@@ -6,14 +6,32 @@ import os
 import signal
 import threading
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, queues, resource_tracker
 from typing import Any
 
+from steadfast.errors import DataError
 from steadfast.run.interrupts import STOP_SIGNALS
 
 NAME = "loader process"  # of each process
 PREFETCHED = 2  # microbatches that each process reads ahead
 _WATCH_S = 1.0
+_NO_ROOM = "enlarge it (in a container: --shm-size=8g), or use fewer data.num_workers or smaller samples"
+
+
+class _Queue(queues.Queue):  # type: ignore[type-arg]  # cannot be subscripted when it runs
+    """Queue that sends an error in place of a batch it cannot send."""
+
+    # The base class only prints the error, and the worker would wait for the batch for ever.
+    def _on_queue_feeder_error(self, error: Exception, item: tuple[int, Any]) -> None:
+        refused = f"a loader process cannot send a batch ({error}): data.num_workers=0 starts no loader processes"
+        self.put((item[0], no_room(error) or DataError(refused)))
+
+
+def no_room(error: BaseException, reading: str = "") -> DataError | None:
+    """Return a DataError if torch's error says that /dev/shm is full."""
+    if "unable to allocate shared memory" not in str(error):
+        return None
+    return DataError(f"/dev/shm had no room for a batch{reading and ' '}{reading}: {_NO_ROOM}")
 
 
 def options_of_processes(num_workers: int) -> dict[str, Any]:
@@ -27,6 +45,7 @@ def options_of_processes(num_workers: int) -> dict[str, Any]:
     context: Any = copy.copy(multiprocessing.get_context("forkserver"))
     context.set_forkserver_preload(["torch"])
     context.Process = partial(context.Process, name=NAME)
+    context.Queue = partial(_Queue, ctx=context)
     _start_server()
     return {
         "multiprocessing_context": context,
