@@ -7,6 +7,7 @@ import pytest
 from ray.job_submission import JobDetails
 
 from steadfast.cli import main
+from steadfast.errors import TrainingError
 from steadfast.launch import remote
 from steadfast.launch.job import exit_code
 from steadfast.launch.remote import _BEGINS, _ENDS, _show
@@ -33,11 +34,23 @@ def test_addresses_lead_to_interfaces_and_the_autoscalers_node_types_are_counted
 
 @pytest.mark.parametrize(
     ("status", "driver_exit_code", "expected"),
-    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("STOPPED", None, 3), ("FAILED", None, 1)],
+    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("STOPPED", None, 3)],
 )
 def test_a_job_ends_with_the_exit_code_of_its_command(status: str, driver_exit_code: int | None, expected: int) -> None:
     info = JobDetails(type="SUBMISSION", status=status, entrypoint="", driver_exit_code=driver_exit_code)
     assert exit_code(info) == expected
+
+
+@pytest.mark.parametrize("driver_exit_code", [-9, None])
+def test_a_job_that_was_killed_is_reported_with_what_to_do(driver_exit_code: int | None) -> None:
+    message = (
+        "Job entrypoint command failed with exit code -9, last available logs (truncated to 20,000 chars):\nstep 10"
+    )
+    info = JobDetails(
+        type="SUBMISSION", status="FAILED", entrypoint="", driver_exit_code=driver_exit_code, message=message
+    )
+    with pytest.raises(TrainingError, match=r"^the job was killed \(.* exit code -9\)\. The same command resumes"):
+        exit_code(info)
 
 
 @pytest.mark.parametrize(

@@ -101,12 +101,16 @@ async def _follow(client: JobSubmissionClient, job: str) -> int:
 
 
 def exit_code(info: JobDetails) -> int:
-    """Return the exit code of a job's command."""
-    if info.driver_exit_code is not None:
+    """Return the exit code of a job's command.
+
+    Raises TrainingError if the command or the process of Ray that watches it was killed.
+    """
+    if info.driver_exit_code is not None and info.driver_exit_code >= 0:
         return int(info.driver_exit_code)
     # Ray records no exit code for a job that was stopped.
     if info.status == JobStatus.STOPPED:
         return EXIT_STOPPED
     if info.status == JobStatus.SUCCEEDED:
         return 0
-    return 1
+    said, _, _ = (info.message or "no message").partition(", last available logs")
+    raise TrainingError(f"the job was killed ({said}). The same command resumes the run")
