@@ -88,6 +88,14 @@ class Stepper:
                     digest = (digest + fetched.digest) % 2**64
             lr = set_learning_rates(self._optimizer, self._schedule, step)
             global_count, grad_norm, grad_norms = self._whole_gradient(step, totals)
+            names = totals.metric_names
+            beside = torch.stack([totals.count, grad_norm.double()])
+            numbers = torch.cat([totals.loss_sum, beside, *totals.metrics(names)])
+            # Only complete gradients may change the weights. No collective may follow in the step: a survivor that
+            # loses a peer in one would already hold the weights of this step, and would apply the step a second time.
+            # What can be launched is launched before: the device is idle behind the gate until the update.
+            self._world.groups.gate()
+            self._parallel.detach_unused()
         self._world.progress.mark("update")
         if self._buffers is not None:
             self._buffers.finish()
@@ -98,11 +106,9 @@ class Stepper:
         # compares false too, and ends the run once its message is read.
         overflowed = bool(global_count > 0) and self._precision.update(self._optimizer, grad_norm)
         self._parallel.clear_gradients(self._optimizer)
-        names = totals.metric_names
-        beside = torch.stack([totals.count, grad_norm.double()])
         return StepResult(
             step,
-            torch.cat([totals.loss_sum, beside, *totals.metrics(names)]),
+            numbers,
             num_samples,
             digest,
             tuple(names),
@@ -221,10 +227,6 @@ class Stepper:
         grad_norm, grad_norms = rescale_gradients(
             self.model, self._precision, correction, self._max_grad_norm, self._parallel.whole_norms
         )
-        # Only complete gradients may change the weights. No collective may follow in the step: a survivor that loses a
-        # peer in one would already hold the weights of this step, and would apply the step a second time.
-        self._world.groups.gate()
-        self._parallel.detach_unused()
         return global_count, grad_norm, grad_norms
 
     def _wait_for_sums(self) -> None:
