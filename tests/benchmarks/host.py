@@ -137,15 +137,17 @@ def _by_block(seconds: Sequence[float]) -> list[float]:
     return [sum(seconds[at : at + _BLOCK]) for at in range(0, len(seconds) - _BLOCK + 1, _BLOCK)]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
     torch.set_num_threads(1)
     ratio, control = measure(options.steps)
     head = ["between gate and forward / bare AdamW", "A/A", ""]
-    print(table([head, [str(ratio), str(control), verdict(ratio, LIMIT)]]))
+    answer = verdict(ratio, LIMIT)
+    print(table([head, [str(ratio), str(control), answer]]))
+    return answer == "fail"
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -17,9 +17,14 @@ class Totals:
 
     # The sums stay on the device: reading a loss after each microbatch would make the host wait for it.
     def __init__(self, device: torch.device) -> None:
-        zeros = torch.zeros(self.summation.width + 1, dtype=torch.float64, device=device)
-        self._none = self.loss_sum = zeros[1:]  # (width,)
-        self.count = zeros[0]
+        self._none = torch.zeros(self.summation.width, dtype=torch.float64, device=device)
+        self._zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new sum; the tensors of the last one keep their values."""
+        self.loss_sum = self._none  # (width,)
+        self.count = self._zero
         self._metrics: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum and count, (width,) each
 
     @property

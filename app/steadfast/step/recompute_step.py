@@ -58,7 +58,7 @@ class RecomputeStepper(Stepper):
         The gradient is added to the existing gradients. Returns the sum of the losses, (), and their count.
         """
         with self._buffers_undone():
-            return self._apart._run_microbatch(fetched, self._totals(self._precision.device), last=False)
+            return self._apart._run_microbatch(fetched, self._apart._totals, last=False)
 
     def _wait_for_sums(self) -> None:
         super()._wait_for_sums()

@@ -52,7 +52,7 @@ class Stepper:
         self._seed = config.run.seed
         # Samples of a microbatch share a forward if their losses depend on each other.
         self._coupled = config.task.coupled
-        self._totals = totals_of(config.run.exact)
+        self._totals = totals_of(config.run.exact)(self._precision.device)
         # These two exist only if the model or the configuration needs them; before the first step nothing is known.
         self._buffers: StepBuffers | None = StepBuffers(worker, parallel.unwrap(model), parallel.survivors_hold_all)
         self._compiled = worker.compiled if worker.compiled.wanted else None
@@ -64,13 +64,13 @@ class Stepper:
 
     def step(self, step: int, batches: Iterator[Fetched]) -> StepResult:
         """Run this rank's microbatches of `step` and update the weights."""
-        summation = self._totals.summation
+        totals = self._totals
         if step in self._plan.skip:
-            nothing = torch.zeros(summation.width + 2, dtype=torch.float64)
-            return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=summation)
+            nothing = torch.zeros(totals.summation.width + 2, dtype=torch.float64)
+            return StepResult(step, nothing, num_samples=0, samples_digest=0, summation=totals.summation)
         began_s = perf_counter()
         waited_s = self._world.progress.spent_s("loader")
-        totals = self._totals(self._precision.device)
+        totals.begin()
         num_samples = digest = 0  # of this rank
         losses: list[tuple[Microbatch, Tensor, Tensor | int]] = []
         num_left = reversed(range(self._plan.num_forwards(step, self._world.data_rank)))
@@ -118,7 +118,7 @@ class Stepper:
             seconds=perf_counter() - began_s,
             data_s=self._world.progress.spent_s("loader") - waited_s,
             losses=tuple(losses),
-            summation=summation,
+            summation=totals.summation,
         )
 
     def _begin(self, step: int) -> AbstractContextManager[object]:
