@@ -41,6 +41,18 @@ def told(run: Drilled) -> list[dict[str, Any]]:
     return [event for event in run.events if event["event"] == "shares"]
 
 
+def check_fast(event: dict[str, Any], shares: tuple[int, ...]) -> None:
+    """The shares of two workers end a step soonest by the times that were measured, of which one is by far longer.
+
+    A busy machine makes both times longer, and so the shares more equal.
+    """
+    fast_ms, slow_ms = event["microbatch_ms"]
+    assert slow_ms > 1.3 * fast_ms
+    total = sum(shares)
+    soonest = min(range(1, total), key=lambda share: max(share * fast_ms, (total - share) * slow_ms))
+    assert tuple(event["after"]) == shares == (soonest, total - soonest)
+
+
 @pytest.mark.parametrize(
     "loader",
     [pytest.param(("data.num_workers=0",), marks=pytest.mark.slow), ("data.num_workers=2",)],
@@ -50,9 +62,8 @@ def test_a_slow_worker_is_given_less_and_the_result_is_the_same(tmp_path: Path, 
     run = drill(config, worlds=[2])
     check_run(run, reference(config))
     shares, event = run.history.shares, told(run)[0]
-    assert shares[0] == (8, 8)
-    assert shares[-1] in ((11, 5), (12, 4), (13, 3))
-    assert shares[event["step"] - 2 : event["step"]] == [(8, 8), tuple(event["after"])]
+    assert shares[event["step"] - 2] == (8, 8)
+    check_fast(event, shares[event["step"] - 1])
 
 
 def test_a_worker_that_recovers_is_given_its_part_again(tmp_path: Path) -> None:
@@ -70,7 +81,8 @@ def test_shares_begin_anew_with_each_world_and_checkpoints_do_not_disturb_them(t
     run = drill(config, worlds=[2, 3], leave_after=[20])
     check_run(run, reference(config))
     shares = run.history.shares
-    assert shares[19] in ((11, 5), (12, 4), (13, 3))
+    assert shares[0] == (8, 8)
+    check_fast([event for event in told(run) if event["step"] <= 20][-1], shares[19])
     assert shares[22] == (6, 5, 5)
     assert shares[-1][1] < 4
 
