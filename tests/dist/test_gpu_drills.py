@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.catalog import CATALOG
-from tests.gpu.drills import main
+from tests.gpu.drills import JOBS, main
 from tests.gpu.report import exit_code, table
-from tests.gpu.runner import Drill, Result, Runner
+from tests.gpu.runner import Drill, Result, Runner, expected_s
 from tests.support.leftovers import wait_until_gone
 from tests.support.programs import run_program
 
@@ -63,6 +63,18 @@ def test_what_needs_the_app_is_skipped_where_it_is_missing(tmp_path: Path, monke
     assert results["with-app"].state == "SKIPPED"
     assert results["with-app"].reason == "the app cannot be imported: No module named pydantic"
     assert results["passes"].state == "REHEARSED"
+
+
+def test_packages_that_the_caller_names_by_pythonpath_are_found(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "package_that_nobody_has.py").write_text("")
+    code = (
+        "from tests.dist.test_gpu_drills import fake, main\n"
+        f"main(['--out', {str(tmp_path / 'out')!r}, '--device', 'cpu', '--all'], [fake('lacks_a_package')])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    assert "| lacks_a_package | REHEARSED |" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_drill_that_hangs_has_failed_and_leaves_no_process(tmp_path: Path) -> None:
@@ -115,21 +127,28 @@ def test_the_table_says_where_and_when_and_keeps_its_columns() -> None:
     assert table(results, {}, "cpu").startswith("**Rehearsal without a GPU")
 
 
-def test_the_command_runs_a_part_or_those_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_the_first_all_or_those_that_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["--out", str(tmp_path / "new"), "--device", "cpu", "--only", "passes,skips"]
     assert main(command, [fake("passes"), fake("fails"), fake("skips")]) == 4
     written = (tmp_path / "new" / "table.md").read_text()
     assert written in capsys.readouterr().out
     assert "torch 2." in written
-    drills = [fake("passes", part=1, alone=True), fake("fails", part=1), fake("skips", part=2)]
-    assert main(["--out", str(tmp_path), "--device", "cpu", "--part", "1"], drills) == 1
+    drills = [fake("passes", first=True, alone=True), fake("fails", first=True), fake("skips")]
+    assert main(["--out", str(tmp_path), "--device", "cpu"], drills) == 1
     lines = [json.loads(line) for line in (tmp_path / "drills.jsonl").read_text().splitlines()]
     assert [(line["name"], line["state"]) for line in lines] == [("passes", "REHEARSED"), ("fails", "FAILED")]
+    said = capsys.readouterr().out
+    assert "REHEARSED passes" in said
+    assert '  {"answer": 42, "ratio": 0.9877}' in said
+    assert main(["--out", str(tmp_path), "--device", "cpu", "--all"], drills) == 1
+    assert "| skips | SKIPPED |" in (tmp_path / "table.md").read_text()
     capsys.readouterr()
     assert main(["--only", "passes,flies"], [fake("passes")]) == 2
     assert "flies" in capsys.readouterr().err
     assert main(["--list"], [fake("fails")]) == 0
-    assert capsys.readouterr().out == "fails           2 it fails\n"
+    assert capsys.readouterr().out == "fails                    0 s  it fails\n"
 
 
 # A module that cannot be imported stands in the place of an interpreter without torch.
@@ -174,11 +193,12 @@ import steadfast.launch.torchrun, steadfast.commands.train
 print([name for name in ("ray", "pyarrow", "tensorboard", "pytest", "sklearn") if name in sys.modules])
 """
     assert run_program("-c", code).strip() == "[]"
-    # Each has a name of its own, and is in the part of the one that it needs.
-    parts = {drill.name: drill.part for drill in CATALOG}
-    assert len(parts) == len(CATALOG)
-    assert {*parts.values()} == {1, 2}
-    assert all(parts[drill.needs] == drill.part for drill in CATALOG if drill.needs)
+    # Each has a name of its own, and is not taken without the one that it needs.
+    first = {drill.name: drill.first for drill in CATALOG}
+    assert len(first) == len(CATALOG)
+    assert all(first[drill.needs] for drill in CATALOG if drill.needs)
+    # `make gpu` has 480 seconds, of which the machine's start of Python and torch take some.
+    assert expected_s([drill for drill in CATALOG if drill.first], JOBS) <= 455
 
 
 def test_a_command_that_is_ended_leaves_results_and_logs(tmp_path: Path) -> None:
@@ -186,17 +206,18 @@ def test_a_command_that_is_ended_leaves_results_and_logs(tmp_path: Path) -> None
     code = (
         "from tests.dist.test_gpu_drills import fake, main\n"
         f"folders = ['--out', {str(out)!r}, '--work', {str(work)!r}]\n"
-        "main([*folders, '--device', 'cpu'], [fake('saves', alone=True), fake('hangs')])"
+        "main([*folders, '--device', 'cpu', '--all'], [fake('saves', alone=True), fake('hangs')])"
     )
     command = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
     until_s = time.monotonic() + 60
     while not (work / "hangs" / "figures.json").exists():
         assert time.monotonic() < until_s, command.poll()
         time.sleep(0.05)
+    assert "| saves | REHEARSED |" in (out / "table.md").read_text()
     command.terminate()
     command.wait(30)
     assert "| hangs | SKIPPED |" in (out / "table.md").read_text()
-    with tarfile.open(out / "logs.tar") as logs:
+    with tarfile.open(out / "logs.tar.gz") as logs:
         names = logs.getnames()
     assert "saves/note.txt" in names
     assert "hangs/log.txt" in names

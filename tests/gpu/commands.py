@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.gpu import machine
 from tests.gpu.machine import ROOT, read_lines
+from tests.gpu.older_torch import IS_ADAPTED
 from tests.support.processes import descendants, send
 
 
@@ -47,7 +48,8 @@ class Command(RunFiles):
     def start(self, *overrides: str, **environment: str) -> None:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._num_ranks)]
         own = [f"run.storage={self._folder}", f"run.name={self.name}"]
-        command = [sys.executable, *launcher, "main.py", "--config", str(self._config), *own, *overrides]
+        program = "tests/gpu/older_torch.py" if IS_ADAPTED else "main.py"
+        command = [sys.executable, *launcher, program, "--config", str(self._config), *own, *overrides]
         with self.log.open("a") as log:
             env = machine.environment(**environment)
             self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -69,6 +71,13 @@ class Command(RunFiles):
     def run(self, bound_s: float, *overrides: str, **environment: str) -> int | None:
         self.start(*overrides, **environment)
         return self.wait(bound_s)
+
+    def kill(self) -> None:
+        """End every process of the command at once."""
+        assert self._process is not None
+        for pid in (self._process.pid, *descendants(self._process.pid)):
+            send(pid, signal.SIGKILL)
+        self._process.wait()
 
     def interrupt(self) -> None:
         """Ask for a stop, as Ctrl-C does: it reaches every process of the command."""

@@ -42,13 +42,15 @@ def describe(commit: str = "") -> dict[str, str]:
     """Return date, machine and commit for the table; `commit` where this copy of the code has no git."""
     import torch
 
+    from tests.gpu.older_torch import IS_ADAPTED
+
     on_gpu = torch.cuda.is_available()
     return {
         "date": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         "commit": commit or _commit(),
         "GPU": torch.cuda.get_device_name(0) if on_gpu else NONE,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or NONE,
-        "torch": torch.__version__,
+        "torch": torch.__version__ + (", FSDP adapted by older_torch.py" if IS_ADAPTED else ""),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else NONE,
         "cuDNN": str(torch.backends.cudnn.version() or NONE),
         "Triton": _version("triton"),

@@ -22,13 +22,10 @@ def ddp(scene: Scene) -> None:
     Figures: cases, survivors with wrong weights, the steps that were held, seconds from the death to the new world.
     """
     honest = _undisturbed(scene)
-    times = 2 if scene.on_gpu else 1
-    cases = []
-    for point in ("first", "between", "update"):
-        cases += [(point, number) for number in range(times)]
-    with ThreadPoolExecutor(times) as pool:
-        held = list(pool.map(lambda case: _one_death(scene, honest, *case), cases))
-    scene.figure(num_deaths=len(cases), held_steps=" ".join(map(str, held)))
+    points = ("first", "between", "update")
+    with ThreadPoolExecutor(len(points) if scene.on_gpu else 1) as pool:
+        held = list(pool.map(lambda point: _one_death(scene, honest, point), points))
+    scene.figure(num_deaths=len(points), held_steps=" ".join(map(str, held)))
 
 
 def _undisturbed(scene: Scene) -> list[int]:
@@ -46,13 +43,12 @@ def _undisturbed(scene: Scene) -> list[int]:
     return [runs[0][0]["before"], *(update["after"] for update in runs[0])]
 
 
-def _one_death(scene: Scene, honest: list[int], point: str, number: int) -> int:
+def _one_death(scene: Scene, honest: list[int], name: str) -> int:
     """Do one death, and return the step that the survivors went on from."""
-    name = f"{point}-{number}"
     company = Company(scene, [f"run.steps={STEPS}"], name)
     with company.ranks as ranks:
         company.start(*SURVIVORS, **EXACT)
-        company.start(1, **EXACT, **{DIES_AT: f"{point}:{DEATH}"})
+        company.start(1, **EXACT, **{DIES_AT: f"{name}:{DEATH}"})
         company.form([0, 1, 2])
         if not ranks.wait_for_death(1, _START_S):
             scene.check(False, f"{name}: rank 1 has not died: {ranks.last_words(1)}")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from tests.gpu import machine
 from tests.gpu.machine import ROOT, read_lines
+from tests.gpu.older_torch import adapt
 from tests.gpu.scene import Scene
 
 HOST = "127.0.0.1"
@@ -193,6 +194,7 @@ def _main() -> None:
         parser.add_argument(name)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    adapt()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

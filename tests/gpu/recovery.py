@@ -54,16 +54,16 @@ def add_up(rank: Rank) -> None:
 
 
 def abort(scene: Scene) -> None:
-    """Abort a world while a sum of the app's waits for a rank that never comes, ten times.
+    """Abort a world while a sum of the app's waits for a rank that never comes, four times.
 
     Asserts for each time that the device is free within 0.5 s, that arithmetic, memory and a new world work right
-    after, and that the process lives; the last five times, sums are launched without a pause meanwhile. The same with
+    after, and that the process lives; the last two times, sums are launched without a pause meanwhile. The same with
     collectives that are launched beside the app's communicator, as FSDP does, is a figure.
     Figures: the slowest abort and the slowest release of the device, in seconds; the exit codes of the other way.
     """
-    times = 10 if scene.on_gpu else 4
+    times = 4
     gangs = {}
-    for way, often in (("app", times), ("bare", 4)):
+    for way, often in (("app", times), ("bare", 2)):
         args = {"times": often, "way": way}
         gang = Ranks(scene, "tests.gpu.recovery:abort_again_and_again", 2, args, way)
         gangs[way] = gang, gang.run(_START_S + 4 * often, **SURVIVABLE)

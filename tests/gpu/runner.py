@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tests.gpu.child import ENDING, State
 from tests.gpu.machine import ROOT, environment
@@ -20,8 +20,9 @@ from tests.gpu.scene import FIGURES
 from tests.support.processes import descendants, send, title_of
 
 PASSES: tuple[State, ...] = ("PASSED", "REHEARSED")
-RESULTS, LOGS = "drills.jsonl", "logs.tar"
+RESULTS, LOGS, TABLE = "drills.jsonl", "logs.tar.gz", "table.md"
 _LARGEST_LOG_BYTES = 2**20
+_FIGURES_CHARACTERS = 700  # of a drill, where all that is printed comes back from a machine as its last part only
 _POLL_S = 0.1
 _REHEARSAL_FACTOR = 2  # to bounds: a rehearsal has few cores, and some that others use
 
@@ -32,8 +33,9 @@ class Drill:
 
     Attributes:
         target: "module:function", called with a Scene.
-        part: of the two commands that hold all drills, each within nine minutes.
+        expected_s: seconds that it is expected to take on an H200.
         bound_s: it has FAILED if it lasts longer.
+        first: it is among those that one command runs within eight minutes.
         alone: it measures time, so no other runs beside it.
         needs: another drill without whose success this one says nothing.
         torch_alone: it does without the app, and so without the packages that the app needs.
@@ -42,8 +44,9 @@ class Drill:
     name: str
     summary: str
     target: str
+    expected_s: float = 0.0
     bound_s: float = 60.0
-    part: Literal[1, 2] = 2
+    first: bool = False
     alone: bool = False
     needs: str = ""
     torch_alone: bool = False
@@ -64,12 +67,22 @@ class Runner:
     """Runs drills one after another, or beside each other where none of them measures time.
 
     Args:
-        out: for results and logs, which are there as soon as a drill has ended.
+        out: for results and table, which are there as soon as a drill has ended, and at the end for the logs.
         work: for the drills' folders.
+        table: makes the table of the results so far.
     """
 
-    def __init__(self, out: Path, work: Path, device: str, minutes: float, jobs: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        work: Path,
+        device: str,
+        minutes: float,
+        jobs: int,
+        table: Callable[[Sequence[Result]], str] | None = None,
+    ) -> None:
         self._out, self._work, self._device, self._jobs = out, work, device, jobs
+        self._table = table
         self._ends_s = time.monotonic() + 60 * minutes
         self._lock = threading.Lock()
         self.results: dict[str, Result] = {}
@@ -81,6 +94,9 @@ class Runner:
                 self._take(drill)
         with ThreadPoolExecutor(self._jobs) as pool:
             list(pool.map(self._take, [drill for drill in drills if not drill.alone]))
+        with tarfile.open(self._out / LOGS, "w:gz") as logs:
+            for drill in drills:
+                self._keep_logs(self._work / drill.name, logs)
         return [self.results[drill.name] for drill in drills]
 
     def stop(self) -> None:
@@ -94,8 +110,12 @@ class Runner:
             self.results[drill.name] = result
             with (self._out / RESULTS).open("a") as lines:
                 lines.write(json.dumps({"time_s": round(time.time(), 1), **vars(result)}) + "\n")
-            self._keep_logs(self._work / drill.name)
-            print(f"{result.state:<8}{drill.name} ({result.seconds:.0f} s) {result.reason:.300}", flush=True)
+            if self._table is not None:
+                (self._out / TABLE).write_text(self._table(list(self.results.values())))
+            _delete_checkpoints(self._work / drill.name)
+            print(f"{result.state:<9} {drill.name} ({result.seconds:.0f} s) {result.reason:.300}")
+            if result.figures:
+                print("  " + json.dumps(result.figures)[:_FIGURES_CHARACTERS], flush=True)
 
     def _reason_to_skip(self, drill: Drill) -> str:
         needed = self.results.get(drill.needs)
@@ -135,14 +155,23 @@ class Runner:
         state: State = ending["state"]
         return Result(drill.name, state, round(seconds, 1), ending["reason"], figures.get("figures", {}))
 
-    def _keep_logs(self, folder: Path) -> None:
-        """Add the small files of a drill that has ended to the logs, and delete its checkpoints."""
-        with tarfile.open(self._out / LOGS, "a") as logs:
-            for path in sorted(folder.rglob("*")):
-                if path.suffix == ".safetensors":
-                    path.unlink()
-                elif path.is_file() and path.stat().st_size <= _LARGEST_LOG_BYTES:
-                    logs.add(path, str(path.relative_to(self._work)))
+    def _keep_logs(self, folder: Path, logs: tarfile.TarFile) -> None:
+        """Add the small files of a drill that has ended to the logs."""
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.stat().st_size <= _LARGEST_LOG_BYTES:
+                logs.add(path, str(path.relative_to(self._work)))
+
+
+def _delete_checkpoints(folder: Path) -> None:
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+
+
+def expected_s(drills: Sequence[Drill], jobs: int) -> float:
+    """Return the seconds that drills are expected to take on an H200, `jobs` at a time where they may."""
+    beside = [drill.expected_s for drill in drills if not drill.alone]
+    alone_s = sum(drill.expected_s for drill in drills if drill.alone)
+    return alone_s + max(sum(beside) / jobs, max(beside, default=0.0))
 
 
 def _wait(process: subprocess.Popen[bytes], goes_on: Callable[[], bool]) -> bool:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import yaml
 
 from tests.gpu.commands import Command
+from tests.gpu.older_torch import REDUCER_LACKS
 from tests.gpu.scene import Scene
 
 _BOUND_S = 60.0
@@ -39,7 +40,9 @@ def ways(scene: Scene) -> None:
     """
     commands: dict[str, Command] = {}
     for name in _WAYS:
-        if scene.on_gpu or name != "fp16":
+        if name == "torch_reducer" and REDUCER_LACKS:
+            scene.figure(**{f"{name}_code": REDUCER_LACKS})
+        elif scene.on_gpu or name != "fp16":
             commands[name] = Command(scene.folder, name, yaml.safe_dump(_SMALL_GPT))
 
     def run(name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
@@ -45,28 +46,55 @@ _LARGE = {"num_layers": 16, "num_heads": 16, "embed_dim": 2048, "context_length"
 _TINY = {"num_layers": 2, "num_heads": 2, "embed_dim": 64, "context_length": 32, "vocab_size": 256}
 _ON_GPU = Size(_GPT2, 64, 32, 40)
 _LARGE_ON_GPU = Size(_LARGE, 16, 8, 20)
+_SHORT_ON_GPU = Size(_GPT2, 4, 4, 200)
 _REHEARSED = Size(_TINY, 8, 4, 20)
 _COMPILED_SHARE = 0.95  # of a compiled loop's rate, that the compiled app is to reach
+_SHORT_SHARE = 0.96
+_EXACT_COST = 1.05  # of the time of a step
+_HALVES = 2  # each side is timed so many times, because one number shows no spread
 
 
 def world_of_one(scene: Scene) -> None:
     """Train a GPT of 124 M parameters by a straight loop and by the app under torchrun, both uncompiled.
 
     Asserts that the app reaches 0.98 of the loop's tokens a second, by the wall clock of the ledger's lines.
-    Figures: tokens a second of both, their ratio, MFU of both, memory peaks in GiB.
+    Figures: tokens a second of both, their ratio, each twice, MFU of both, memory peaks in GiB.
     """
     _compare(scene, _ON_GPU if scene.on_gpu else _REHEARSED, {}, wanted=0.98)
+
+
+def small_step(scene: Scene) -> None:
+    """Train the same in steps of 4,096 tokens, in which the host's time counts.
+
+    Asserts that the app reaches 0.96 of the loop's tokens a second.
+    Figures: as in `speed`, and the milliseconds by which a step of the app is longer.
+    """
+    size = _SHORT_ON_GPU if scene.on_gpu else _REHEARSED
+    straight, app = _compare(scene, size, {}, _SHORT_SHARE)
+    scene.figure(fixed_ms=1000 * size.tokens_per_step * (1 / mean(app) - 1 / mean(straight)))
+
+
+def exact_cost(scene: Scene) -> None:
+    """Train as in `speed` with run.exact.
+
+    Asserts that a step takes at most 1.05 of its time in the run of `speed`.
+    Figures: this ratio, twice, and tokens a second.
+    """
+    eager = _run_of_speed(scene)
+    size = _ON_GPU if scene.on_gpu else _REHEARSED
+    rates = _app(scene, size, {"run": {"exact": True}})
+    costs = [former / rate for former, rate in zip(_rates(eager, size), rates, strict=True)]
+    scene.figure(exact_tok_s=rates, exact_to_eager=costs)
+    scene.check_on_gpu(mean(costs) <= _EXACT_COST, f"a step with run.exact takes {mean(costs):.3f} of the usual time")
 
 
 def compiled(scene: Scene) -> None:
     """Train a GPT of 124 M parameters by a loop with compiled layers, and by the app with compile=blocks.
 
-    Then form a world of one process 10 times anew, where torch raises an error if it must compile again.
-    Asserts that the app reaches 0.95 of the loop's tokens a second, and that no world compiles anything again.
-    Figures: tokens a second of both, their ratio, MFU of both, memory peaks in GiB, the number of worlds.
+    Asserts that the app reaches 0.95 of the loop's tokens a second.
+    Figures: tokens a second of both, their ratio, each twice, MFU of both, memory peaks in GiB.
     """
     _compare(scene, _ON_GPU if scene.on_gpu else _REHEARSED, {"compile": "blocks"}, _COMPILED_SHARE)
-    _reform(scene, 10)
 
 
 def large(scene: Scene) -> None:
@@ -79,16 +107,21 @@ def large(scene: Scene) -> None:
     _compare(scene, _LARGE_ON_GPU if scene.on_gpu else _REHEARSED, changes, _COMPILED_SHARE)
 
 
-def _compare(scene: Scene, size: Size, changes: dict[str, Any], wanted: float) -> None:
-    """Train by a straight loop, then by the app with changes to its configuration, and check the ratio of rates."""
+def _compare(scene: Scene, size: Size, changes: dict[str, Any], wanted: float) -> tuple[list[float], list[float]]:
+    """Train by a straight loop, then by the app with changes to its configuration, and check the ratio of rates.
+
+    Return the rates of both.
+    """
     compiled = "compile" in changes
     if compiled and (lacking := missing_for_compile(scene.on_gpu)):
         raise Skip(f"torch.compile lacks {lacking}")
     straight = _straight(scene, size, compiled)
-    scene.figure(straight_tok_s=straight, **_mfu(scene, "straight", size, straight))
+    scene.figure(straight_tok_s=straight, **_mfu(scene, "straight", size, mean(straight)))
     app = _app(scene, size, changes)
-    scene.figure(app_tok_s=app, app_to_straight=app / straight, **_mfu(scene, "app", size, app))
-    scene.check_on_gpu(app >= wanted * straight, f"the app reaches {app / straight:.3f} of the straight loop")
+    ratios = [ours / theirs for ours, theirs in zip(app, straight, strict=True)]
+    scene.figure(app_tok_s=app, app_to_straight=ratios, **_mfu(scene, "app", size, mean(app)))
+    scene.check_on_gpu(mean(ratios) >= wanted, f"the app reaches {mean(ratios):.3f} of the straight loop")
+    return straight, app
 
 
 def _mfu(scene: Scene, name: str, size: Size, tokens_per_s: float) -> dict[str, float]:
@@ -101,32 +134,38 @@ def _mfu(scene: Scene, name: str, size: Size, tokens_per_s: float) -> dict[str, 
     return {f"{name}_mfu": tokens_per_s * flops_per_sample / size.model["context_length"] / peak}
 
 
-def _straight(scene: Scene, size: Size, compiled: bool) -> float:
-    """Return tokens a second of a plain loop with the app's model, format and optimizer."""
+def _straight(scene: Scene, size: Size, compiled: bool) -> list[float]:
+    """Return tokens a second of a plain loop with the app's model, format and optimizer, for each half of the steps."""
     device = torch.device(scene.device)
     with device:
         model = Gpt(GptConfig(**size.model))
     if compiled:
         for block in model.blocks():
-            block.compile(fullgraph=True, dynamic=False)
+            # With the app's own options, so that the app finds the compiled code in torch's cache.
+            block.compile(fullgraph=True, dynamic=False, options={"fallback_random": True})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=scene.on_gpu)
     shape = (size.microbatch_size, size.model["context_length"])
     tokens = torch.randint(size.model["vocab_size"], shape, device=device)
     for _ in range(_WARM_UP):
         _straight_step(model, optimizer, tokens, size, scene.device)
-    began_s = now_s(scene)
-    for _ in range(size.steps):
-        _straight_step(model, optimizer, tokens, size, scene.device)
-    step_s = (now_s(scene) - began_s) / size.steps
+    rates = []
+    for _ in range(_HALVES):
+        began_s = now_s(scene)
+        for _ in range(size.steps // _HALVES):
+            _straight_step(model, optimizer, tokens, size, scene.device)
+        rates.append(size.tokens_per_step * (size.steps // _HALVES) / (now_s(scene) - began_s))
     if scene.on_gpu:
         scene.figure(straight_peak_gib=torch.cuda.max_memory_allocated() / 2**30)
         del model, optimizer
         torch.cuda.empty_cache()  # for the app, in another process
-    return size.tokens_per_step / step_s
+    return rates
 
 
-def _reform(scene: Scene, times: int) -> None:
-    """Train in a world of one process, and as many times in another one, which must compile nothing."""
+def worlds(scene: Scene, times: int = 10) -> None:
+    """Form a world of one process with compile=blocks, and 10 more, where torch raises an error if it must compile.
+
+    Asserts that no world compiles anything again. Figures: the number of worlds.
+    """
     model = {"kind": "gpt", "num_layers": 2, "num_heads": 2, "embed_dim": 64, "context_length": 32}
     overrides = [
         "run.steps=1000000",
@@ -166,21 +205,36 @@ def _straight_step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def _app(scene: Scene, size: Size, changes: dict[str, Any]) -> float:
+def _app(scene: Scene, size: Size, changes: dict[str, Any]) -> list[float]:
     """Return tokens a second of the app, from the moments at which the leader wrote its steps down."""
-    command = Command(scene.folder, _RUN, yaml.safe_dump(_configuration(size, scene) | changes))
-    code = command.run(_COMMAND_S)
-    if code != 0:
-        raise RuntimeError(f"the app ended with {code}: {command.last_words()}")
+    configuration = _configuration(size, scene)
+    for key, value in changes.items():
+        configuration[key] = {**configuration[key], **value} if key in configuration else value
+    command = Command(scene.folder, _RUN, yaml.safe_dump(configuration))
+    command.start()
+    # Killed as soon as all is known, because the checkpoint at the end takes long and shows nothing here.
+    timed = command.wait_for_step(_WARM_UP + size.steps, _COMMAND_S)
+    command.kill()
+    if not timed:
+        raise RuntimeError(f"the app has not taken {_WARM_UP + size.steps} steps: {command.last_words()}")
     if peaks := [line["memory_bytes"] for line in command.figures() if "memory_bytes" in line]:
         scene.figure(app_peak_gib=max(peaks) / 2**30)
-    return size.tokens_per_step / _wall_step_s(command)
+    return _rates(command, size)
 
 
-def _wall_step_s(run: RunFiles) -> float:
-    """Return the mean seconds from one step's end to the next one's, without the first steps and the last."""
-    ended_s = [line["time_s"] for line in run.ledger()][_WARM_UP:-1]
-    return float((ended_s[-1] - ended_s[0]) / (len(ended_s) - 1))
+def _rates(run: RunFiles, size: Size) -> list[float]:
+    """Return tokens a second by the wall clock, for each half of the timed steps."""
+    ended_s = [line["time_s"] for line in run.ledger()]
+    ends = [_WARM_UP - 1 + number * (size.steps // _HALVES) for number in range(_HALVES + 1)]
+    return [size.tokens_per_step * (size.steps // _HALVES) / (ended_s[b] - ended_s[a]) for a, b in pairwise(ends)]
+
+
+def _run_of_speed(scene: Scene) -> RunFiles:
+    """Return the run of the drill `speed`. Raises Skip if there is none."""
+    run = RunFiles(scene.folder.parent / "speed" / _RUN)
+    if not run.ledger():
+        raise Skip("speed has left no run to look at")
+    return run
 
 
 def _configuration(size: Size, scene: Scene) -> dict[str, Any]:
@@ -188,7 +242,7 @@ def _configuration(size: Size, scene: Scene) -> dict[str, Any]:
     context, vocabulary = size.model["context_length"], size.model["vocab_size"]
     source = {"target": "tests.gpu.speed:Noise", "args": {"context": context, "vocabulary": vocabulary}}
     return {
-        "run": {"steps": _WARM_UP + size.steps},
+        "run": {"steps": 1_000_000},
         "batch": {"global_size": size.global_size, "microbatch_size": size.microbatch_size},
         "model": {"kind": "gpt", **size.model},
         "data": {**source, "validation_fraction": 0.0},
@@ -223,12 +277,10 @@ def clock(scene: Scene) -> None:
     Asserts that the ledger's seconds a step and the logged tokens a second are within 3 % of it, and that MFU is
     below 100 %. Figures: the three, as ratios to the wall clock; MFU as it was logged.
     """
-    run = RunFiles(scene.folder.parent / "speed" / _RUN)
-    if not run.ledger():
-        raise Skip("speed has left no run to look at")
+    run = _run_of_speed(scene)
     size = _ON_GPU if scene.on_gpu else _REHEARSED
-    wall_s = _wall_step_s(run)
-    said_s = mean(line["step_s"] for line in run.ledger()[_WARM_UP:-1])
+    wall_s = size.tokens_per_step / mean(_rates(run, size))
+    said_s = mean(line["step_s"] for line in run.ledger()[_WARM_UP : _WARM_UP + size.steps])
     scene.figure(wall_ms=1000 * wall_s, ledger_to_wall=said_s / wall_s)
     scene.check_on_gpu(abs(said_s / wall_s - 1) <= 0.03, f"the ledger's step_s is {said_s / wall_s:.3f} of the wall's")
     logged = [line for line in run.figures() if line["step"] > _WARM_UP]
