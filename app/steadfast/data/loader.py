@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import pickle
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import connection
@@ -102,7 +103,7 @@ class Loader:
         # One DataLoader serves all attempts, because starting its processes again would take seconds in each attempt.
         self._loader = _data_loader(self.train, self._sampler, num_workers, on_gpu)
         self.num_ahead = num_workers * PREFETCHED + 1  # microbatches that are read in advance
-        self._steps = _Ahead(iter(()))
+        self._steps: Callable[[], _Ahead | None] = lambda: None  # weak, since fetching refers to this loader
         # Without loader processes and pinned memory a DataLoader only adds 0.1 ms per microbatch.
         self._in_place = not on_gpu and not num_workers
 
@@ -112,15 +113,18 @@ class Loader:
         A call ends the fetching of the last call. Raises DataError.
         """
         if self._in_place:
-            self._steps = _Ahead(self._fetch_in_place(self.train, microbatches))
+            fetching = self._fetch_in_place(self.train, microbatches)
         else:
             # This starts the fetching, which continues while the caller prepares its first step.
-            self._steps = _Ahead(self._receive(self._start(microbatches)))
-        return self._steps
+            fetching = self._receive(self._start(microbatches))
+        ahead = _Ahead(fetching)
+        self._steps = weakref.ref(ahead)
+        return ahead
 
     def fetch_ahead(self) -> None:
         """Fetch the next microbatch of `steps` before it is asked for."""
-        self._steps.fetch()
+        if (ahead := self._steps()) is not None:
+            ahead.fetch()
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the dataset, whose samples a loader process reads if there is one.
