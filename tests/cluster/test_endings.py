@@ -83,17 +83,19 @@ def take_over(folder: Path) -> str:
     return (folder / "owner.json").read_text()
 
 
+@pytest.mark.ray
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("maker", "options"),
-    [pytest.param("on_head", {}, marks=pytest.mark.ray), ("command", {"launcher": STANDALONE})],
-    ids=["ray", "torchrun"],
-)
-def test_a_command_whose_run_is_taken_over_ends_and_says_so(
-    request: pytest.FixtureRequest, maker: str, options: dict[str, list[str]]
-) -> None:
-    """Within the interval in which it renews, and without a failure that would make it look."""
-    running: Running = request.getfixturevalue(maker)("taken", **options).start(*OVERRIDES)
+def test_a_command_whose_run_is_taken_over_ends_and_says_so_on_ray(on_head: Commands) -> None:
+    check_taken_over(on_head("taken").start(*OVERRIDES))
+
+
+@pytest.mark.timeout(240)
+def test_a_command_whose_run_is_taken_over_ends_and_says_so_under_torchrun(command: Commands) -> None:
+    check_taken_over(command("taken", launcher=STANDALONE).start(*OVERRIDES))
+
+
+def check_taken_over(running: Running) -> None:
+    """It ends within the interval in which it renews its claim, and without a failure that would make it look."""
     running.wait_for_step(5)
     owner = take_over(running.directory)
     ended = running.wait(40)
