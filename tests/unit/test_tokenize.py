@@ -116,11 +116,12 @@ def test_tokenize_goes_on_after_a_loss_of_power(
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if path.is_file():
             on_disk[path.stat().st_ino] = path.read_bytes()
-        else:
+        elif path == tmp_path:
             states.append({each.name: on_disk.get(each.stat().st_ino, b"") for each in path.glob("tokens.bin*")})
 
-    monkeypatch.setattr("os.fsync", fsync)
-    assert run(*words) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", fsync)
+        assert run(*words) == 0
     assert [*states[-1]] == ["tokens.bin"]
     assert len(states) > 6
     for state in states[:-1]:
