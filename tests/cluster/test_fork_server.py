@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from steadfast.orchestration import fork_worker
-from steadfast.orchestration.fork_server import ForkServer
+from steadfast.orchestration.fork_server import ForkServer, _Server
 from tests.support.checks import check_stopped
 from tests.support.command import FOR_EVER, Commands
 from tests.support.leftovers import wait_until_gone
@@ -111,6 +112,20 @@ def test_a_worker_that_no_fork_can_serve_is_started_by_ray(
     raylet: Raylet, context: dict[str, Any], variables: dict[str, str]
 ) -> None:
     assert raylet.run(context, **variables) == ({"forked": False}, 8)
+
+
+def test_what_another_program_of_the_user_sends_is_no_request_and_ends_no_server() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{ADDRESS}-odd")
+        listener.listen()
+        server = _Server(listener, {}, os.getpid())
+        for text in (b"", b"{}", b"5", b"[]", b"\xff", b'{"environment": 5}', b"[" * 50_000):
+            with socket.socket(socket.AF_UNIX) as program:
+                program.connect(f"\0{ADDRESS}-odd")
+                program.sendall(len(text).to_bytes(fork_worker._SIZE_BYTES) + text)
+                assert server._accept(listener) is None
+                assert program.recv(1) == b""
+        server._close()
 
 
 def test_workers_may_open_as_many_files_as_the_raylet_and_draw_different_numbers(raylet: Raylet) -> None:

@@ -361,7 +361,9 @@ def test_a_copy_that_has_changed_since_it_was_made_is_found_out(name: str) -> No
 def test_garbage_ends_one_connection_and_nothing_else(name: str) -> None:
     memory = memory_of(name)
     fill(memory, OLD)
-    for packet in (b"\0" * 70_000, b"{}", b"5", b'{"verb": "commit"}', b'{"verb": "open", "buffer": 99}', b"\xff"):
+    takes = (b'{"verb": "take", "bytes": %s}' % each for each in (b"1e999", b'"x"', b"null"))
+    opens = (b'{"verb": "commit"}', b'{"verb": "open", "buffer": 99}')
+    for packet in (b"\0" * 70_000, b"[" * 60_000, b"{}", b"5", b"\xff", *opens, *takes):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(f"\0{name}")
             connection.send(packet)

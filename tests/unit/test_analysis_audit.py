@@ -252,6 +252,12 @@ def test_samples_left_out_behind_a_short_step_are_noticed(run: Written, is_exten
         run.audit()
 
 
+def test_last_lines_that_a_loss_of_power_has_taken_are_named_as_lost(run: Written) -> None:
+    run.rewrite(remove(-1))
+    with pytest.raises(CounterExample, match=rf"step {LAST}: .* lost its last lines, .*: the run reached step {LAST}"):
+        run.audit()
+
+
 @pytest.mark.parametrize(("step", "position"), [(13, 164), (12, 165), (13, 220)])
 def test_a_step_is_cut_short_by_the_end_of_an_epoch_alone(run: Written, step: int, position: int) -> None:
     run.directory.record(ShortStep(step=step, position=position))

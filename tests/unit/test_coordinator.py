@@ -732,7 +732,7 @@ def test_a_check_that_fails_is_not_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     honest = RunDirectory.pop_requests
-    errors = [ZeroDivisionError()]
+    errors, asked = [ZeroDivisionError()], list[str]()
 
     def look(directory: RunDirectory) -> list[Request]:
         if errors:
@@ -742,12 +742,12 @@ def test_a_check_that_fails_is_not_the_last(
     monkeypatch.setattr(RunDirectory, "pop_requests", look)
 
     async def story(worlds: Worlds) -> None:
-        worlds.directory.request_scale(1, 1)
+        asked.append(worlds.directory.request_scale(1, 1))
         async with watching(worlds):
             await until(lambda: worlds.subject.membership.largest == 1)
 
     worlds = play(tmp_path, story)
-    assert [event.after for event in worlds.directory.events(events.Scale)] == [(1, 1)]
+    assert [(event.after, event.request) for event in worlds.directory.events(events.Scale)] == [((1, 1), *asked)]
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from steadfast.errors import ConfigError, StorageError
-from steadfast.run.directory import RunDirectory
+from steadfast.run.directory import KillRequest, RunDirectory
 from steadfast.storage import LocalStore
 
 
@@ -27,6 +27,15 @@ def test_a_node_that_does_not_see_the_run_says_so_unless_storage_refuses(
         directory.check_shared()
     (tmp_path / "run" / "owner.json").mkdir(parents=True)
     directory.check_shared()
+
+
+def test_requests_are_read_once_and_those_that_are_being_written_later(directory: RunDirectory, tmp_path: Path) -> None:
+    names = [directory.request_kill(rank) for rank in (1, 1)]
+    half = tmp_path / "run" / "requests" / f".{names[0]}.host-7"
+    half.write_text('{"kill"')
+    assert directory.pop_requests() == [KillRequest(name, 1) for name in names]
+    assert directory.pop_requests() == []
+    assert half.exists()
 
 
 def test_summary_that_storage_refuses_names_its_file_and_a_remedy(directory: RunDirectory, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from steadfast.checkpoint.durable import Checkpoints, Fingerprints
 from steadfast.checkpoint.manifest import FileDigest, Manifest
 from steadfast.checkpoint.writer import Writer
 from steadfast.config import CheckpointConfig
-from steadfast.plan import Amendments
+from steadfast.plan import Amendments, End
 from steadfast.run import events
 from steadfast.world.runtime import World
 from tests.support.events import notices
@@ -24,16 +24,22 @@ from tests.support.memory_store import MemoryStore
 STEP = 7
 SIZE = 3
 NAMES = [f"{path_of(STEP)}/file-{rank}" for rank in range(SIZE)]
+AS_PLANNED = Amendments()
 
 
-def save(catalogs: list[Catalog], replicated: bool = False, damaged: int | None = None) -> list[events.Event | None]:
+def save(
+    catalogs: list[Catalog],
+    replicated: bool = False,
+    damaged: int | None = None,
+    amendments: Amendments = AS_PLANNED,
+) -> list[events.Event | None]:
     """Commit a step whose files all ranks have written, one of them damaged, and return what each rank reports."""
     catalogs[0].commit(Manifest(STEP - 2, 1, SIZE, 0.0, "", {}))
     groups = cast(Any, SimpleNamespace(store=dist.HashStore()))
     parallel = cast(Any, SimpleNamespace(survivors_hold_all=replicated))
 
     def work(rank: int) -> events.Event | None:
-        world = World(rank, SIZE, 1, groups, Amendments(), replica_size=SIZE)
+        world = World(rank, SIZE, 1, groups, amendments, replica_size=SIZE)
         checkpoints = Checkpoints(catalogs[rank], world, parallel, Writer(), Fingerprints(""))
         data = f"{rank}".encode() * 100
         catalogs[rank].write(STEP, f"file-{rank}", [data[:-1] if rank == damaged else data])
@@ -66,6 +72,13 @@ def test_each_rank_reads_the_file_of_the_next_rank_back(catalogs: list[Catalog])
     assert [type(event) for event in told] == [events.Checkpoint, type(None), type(None)]
     assert [files_read(catalog) for catalog in catalogs] == [{NAMES[1]}, {NAMES[2]}, {NAMES[0]}]
     assert catalogs[0].steps() == [STEP]
+
+
+def test_a_manifest_holds_the_changes_to_the_plan_that_events_may_lose(catalogs: list[Catalog]) -> None:
+    save(catalogs, amendments=Amendments(frozenset([STEP - 1, STEP + 1]), (End(5, 60),), 4))
+    manifest = catalogs[0].manifest(STEP)
+    assert manifest is not None
+    assert (manifest.skipped, manifest.ends, manifest.forward_size) == ([STEP - 1], [[5, 60]], 4)
 
 
 @pytest.mark.parametrize("look", ["newest", "lacks"])

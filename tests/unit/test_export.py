@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,21 @@ def test_an_export_deletes_the_files_of_a_killed_one(
     assert command(*words) == 0
     assert [*out.parent.iterdir()] == [out]
     assert not [*out.parent.rglob("model-*")]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("weights.pt", "pt"), ("dcp", "dcp")])
+def test_an_export_is_on_the_disk_before_its_name(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    done: list[Path] = []
+    link = "/proc/self/fd/{}".format
+    monkeypatch.setattr("os.fsync", lambda descriptor: done.append(Path(os.readlink(link(descriptor)))))
+    out = tmp_path / "out" / name
+    out.parent.mkdir()
+    assert command("export", run, "--out", out, "--format", kind) == 0
+    written = [out, *out.rglob("*")]
+    assert {out.parent / f".{name}.partial" / path.relative_to(out.parent) for path in written} <= {*done[:-1]}
+    assert done[-1] == out.parent
 
 
 def test_the_doctor_names_what_is_damaged_and_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

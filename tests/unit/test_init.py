@@ -55,6 +55,13 @@ def test_init_overwrites_nothing_and_names_all_existing_files(
     assert "cannot be written: Not a directory; choose another folder" in capsys.readouterr().err
 
 
+def test_init_writes_through_no_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").symlink_to(tmp_path / "elsewhere")
+    assert main(0.0, ["init", str(tmp_path)]) == 2
+    assert f"error: {tmp_path} already has mine.py; init overwrites no file" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"], "the link leads nowhere still"
+
+
 def test_the_starter_names_its_schema_in_the_first_line() -> None:
     files = starter()
     first = files["train.yaml"].splitlines()[0]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,15 @@ def test_an_index_that_names_no_files_is_refused(tmp_path: Path, index: str) -> 
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UsageError, match=r"run.init_from: .* cannot be loaded into this model"):
         load_weights(Tied(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.bin", "a/../../secret.bin", "PLACE/secret.bin", "pipe"])
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    model, folder = nn.Linear(3, 2), tmp_path / "given"
+    torch.save(model.state_dict(), tmp_path / "secret.bin")
+    (folder / "a").mkdir(parents=True)
+    os.mkfifo(folder / "pipe")
+    weight_map = {"weight": name.replace("PLACE", str(tmp_path))}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UsageError, match=r"is no file|is outside of the folder"):
+        load_weights(model, folder)

@@ -239,6 +239,8 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "no length": lambda content: content["files"]["rank-0"].update(bytes="x"),
     "a step in words": lambda content: content.update(step="five"),
     "no list of steps": lambda content: content.update(skipped=["a"]),
+    "no list of ends": lambda content: content.update(ends=[["a", 1]]),
+    "forwards of no size": lambda content: content.update(forward_size="4"),
     "no metrics": lambda content: content.update(metrics=None),
     "no time": lambda content: content.update(time_s=None),
 }

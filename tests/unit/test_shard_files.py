@@ -347,15 +347,24 @@ def test_empty_lines_of_any_system_are_no_samples(data: Path, monkeypatch: pytes
         shards(data, "jsonl")
 
 
+def test_an_empty_line_of_windows_may_lie_between_two_reads(data: Path) -> None:
+    (data / "0.jsonl").write_bytes(b'{"x": 0}'.ljust(2**22 - 3) + b'\r\n\r\n{"x": 1}\r\n')
+    dataset = shards(data, "jsonl")
+    assert [dataset[number]["x"] for number in range(len(dataset))] == [0, 1]
+
+
 def test_what_is_no_file_and_columns_of_one_name_are_refused(data: Path) -> None:
     table = pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["x", "x", "y"])
     parquet.write_table(table, data / "0.parquet")
     with pytest.raises(DataError, match=r"0\.parquet has several columns with the name x"):
         shards(data, "parquet")
     assert len(shards(data, "parquet", "columns: [y]")) == 1
-    os.mkfifo(data / "0.jsonl")
-    with pytest.raises(DataError, match=r"0\.jsonl is no file"):
-        shards(data, "jsonl")
+    path = data / "0.jsonl"
+    for is_device in (False, True):
+        path.symlink_to("/dev/zero") if is_device else os.mkfifo(path)
+        with pytest.raises(DataError, match=r"0\.jsonl is no file"):
+            shards(data, "jsonl")
+        path.unlink()
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=50), st.sampled_from([0.0, 0.3]), st.integers(0, 5))

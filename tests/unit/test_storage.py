@@ -4,8 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +61,21 @@ def test_a_half_committed_file_of_a_file_system_leaves_the_old_one(tmp_path: Pat
     with pytest.raises(OSError, match=r"file"):
         store.commit("file", b"new")
     assert store.read("file") == b"old"
+
+
+def test_threads_may_commit_the_same_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, have_written = LocalStore._write, threading.Barrier(2)
+
+    def write(*args: Any) -> None:
+        honest(*args)
+        have_written.wait(20)
+
+    monkeypatch.setattr(LocalStore, "_write", write)
+    store = LocalStore(tmp_path)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda data: store.commit("file", data), (b"one", b"two")))
+    assert store.read("file") in (b"one", b"two")
+    assert store.list("") == ["file"]
 
 
 def test_google_storage_that_does_not_answer_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
