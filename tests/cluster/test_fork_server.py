@@ -181,8 +181,9 @@ def test_a_worker_that_joins_on_a_cluster_is_a_fork(on_head: Commands) -> None:
 @pytest.mark.ray
 @pytest.mark.timeout(240)
 def test_workers_of_an_embedded_ray_are_forks_and_without_the_server_others_replace_them(command: Commands) -> None:
-    running = command().start(FOR_EVER, "scaling.num_workers=[1,2]")
-    running.wait_for_event("attempt_started", attempt=1, world_size=2)
+    # Without `warm`, since the command's own processes would be forks of that server.
+    running = command(warm=None).start(FOR_EVER, "scaling.num_workers=[1,2]")
+    running.wait_for_event("attempt_started", attempt=1, world_size=2, timeout_s=120)
     killed, survivor = (psutil.Process(pid) for pid in running.worker_pids())
     server = killed.parent()
     assert server is not None
