@@ -10,7 +10,7 @@ export JOBS
 GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-drills
 
-.PHONY: install train quick unit test test-more test-slow slow-files test-all test-newest e2e gpu gpu-1 gpu-2 check docs site storm
+.PHONY: install train quick unit test test-more test-slow slow-files test-all test-newest e2e gpu check docs site storm
 
 PIP_INSTALL := $(BIN)/pip install --quiet -c constraints.txt
 
@@ -77,12 +77,9 @@ e2e: .venv/.e2e
 storm: .venv/.dev
 	$(BIN)/python main.py chaos --config ddp.yaml --storm $(if $(MINUTES),--minutes $(MINUTES))
 
-# Drills on one GPU, in two parts of nine minutes. Installs nothing: tests/gpu/README.md says what the Python needs.
+# Drills on one GPU, within eight minutes. Installs nothing: tests/gpu/README.md says what the Python needs.
 gpu:
-	$(MAKE) --keep-going --jobs 1 gpu-1 gpu-2
-
-gpu-1 gpu-2: gpu-%:
-	$(GPU_PYTHON) -m tests.gpu.drills --part $* --out $(GPU_OUT)/part-$* --minutes 9
+	$(GPU_PYTHON) -m tests.gpu.drills --out $(GPU_OUT)
 
 check: .venv/.dev
 	$(BIN)/ruff check app cluster main.py tests
